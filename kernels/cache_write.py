@@ -1,0 +1,82 @@
+"""Write new keys and values into the paged cache by slot mapping."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
+def _write_kv_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    key_ptr,
+    value_ptr,
+    slot_mapping_ptr,
+    num_tokens,
+    stride_kc_p,
+    stride_kc_h,
+    stride_kc_s,
+    stride_vc_p,
+    stride_vc_h,
+    stride_vc_s,
+    stride_k_t,
+    stride_k_h,
+    stride_v_t,
+    stride_v_h,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """cache[slot // PAGE_SIZE, head, slot % PAGE_SIZE] = token; grid = (token tiles, heads)."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = tl.program_id(1).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    # -1 marks tokens without a slot (padding, idle ranks): they touch nothing.
+    mask = (slot >= 0)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    page = slot // PAGE_SIZE
+    in_page = slot % PAGE_SIZE
+    token = token.to(tl.int64)
+    k = tl.load(
+        key_ptr + token[:, None] * stride_k_t + head * stride_k_h + offs_d[None, :], mask=mask
+    )
+    v = tl.load(
+        value_ptr + token[:, None] * stride_v_t + head * stride_v_h + offs_d[None, :], mask=mask
+    )
+    k_rows = page * stride_kc_p + head * stride_kc_h + in_page * stride_kc_s
+    v_rows = page * stride_vc_p + head * stride_vc_h + in_page * stride_vc_s
+    tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], k, mask=mask)
+    tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], v, mask=mask)
+
+
+def write_kv_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store the first ``len(slot_mapping)`` tokens' keys and values into their slots.
+
+    Parameters
+    ----------
+    k_cache, v_cache : Tensor[num_pages, num_kv_heads, page_size, head_dim]
+        Any strides, unit stride in the last axis; written in place.
+    key, value : Tensor[num_tokens, num_kv_heads, head_dim]
+        Same dtype as the cache; may be padded beyond ``slot_mapping``.
+    slot_mapping : Tensor[num_slots], int64 or int32
+        ``page * page_size + slot`` of each token; negative slots are skipped.
+    """
+    num_tokens = min(slot_mapping.shape[0], key.shape[0])
+    if num_tokens == 0:
+        return
+    _, num_heads, page_size, head_dim = k_cache.shape
+    block_t = 16
+    _write_kv_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+        k_cache, v_cache, key, value, slot_mapping, num_tokens,
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip

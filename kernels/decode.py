@@ -1,0 +1,266 @@
+"""Split-KV decode (flash-decoding) as even ranges of key tiles over a fixed set of workers.
+
+All key tiles of all decode requests, in the order (request, KV head, query tile, key tile), form
+one line of ``total`` units.  Worker ``w`` of ``active`` takes the ``w``-th of ``active`` equal
+stretches, whatever requests they cut: every SM reads the same amount, and the launch geometry
+never depends on the lengths (so one CUDA graph serves all of them).  An item, one (request, KV
+head, query tile), that several workers share leaves fp32 partials in scratch; the last of them to
+arrive merges the pieces in their order, so results repeat from run to run.
+
+Sources: Dao et al., Flash-Decoding (2023); Osama et al., Stream-K (2023), for the even ranges.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.kernels.attend import attend
+from tilewise.kernels.launch import KvCache, kv_arguments
+from tilewise.kernels.online_softmax import softmax_finish
+
+
+@triton.jit
+def _owner(unit, quota, remainder):
+    """The worker whose stretch holds ``unit``: the first ``remainder`` take ``quota + 1`` units."""
+    long_part = remainder * (quota + 1)
+    in_long = unit // (quota + 1)
+    in_short = remainder + (unit - long_part) // tl.maximum(quota, 1)
+    return tl.where(unit < long_part, in_long, in_short)
+
+
+@triton.jit
+def _merge_pieces(
+    partial_acc_ptr,
+    partial_m_ptr,
+    partial_l_ptr,
+    first,
+    pieces,
+    rows,
+    offs_d,
+    row_ok,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge the partials of workers ``first .. first + pieces`` in that order.
+
+    A stretch that starts inside an item continues it (slot ``2 w``); one that starts an item
+    keeps slot ``2 w + 1``, so a worker never needs more than two.
+    """
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in range(pieces):
+        slot = (2 * (first + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
+        m_p = tl.load(partial_m_ptr + slot * BLOCK_M + rows, mask=row_ok, other=float("-inf"))
+        l_p = tl.load(partial_l_ptr + slot * BLOCK_M + rows, mask=row_ok, other=0.0)
+        acc_ptrs = partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
+        acc_p = tl.load(acc_ptrs, mask=row_ok[:, None], other=0.0)
+        m_new = tl.maximum(m_i, m_p)
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - pivot)
+        beta = tl.exp2(m_p - pivot)
+        l_i = l_i * alpha + l_p * beta
+        acc = acc * alpha[:, None] + acc_p * beta[:, None]
+        m_i = m_new
+    return acc, m_i, l_i
+
+
+@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=["stride_bt_b"])
+def _decode_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_src,
+    v_src,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    header_ptr,
+    cu_work_ptr,
+    worker_req_ptr,
+    partial_acc_ptr,
+    partial_m_ptr,
+    partial_l_ptr,
+    arrivals_ptr,
+    scale_log2,
+    stride_o_t,
+    stride_o_h,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_h,
+    stride_k_s,
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,
+    stride_bt_b,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
+    worker = tl.program_id(0)
+    if worker >= tl.load(header_ptr + 1):
+        return
+    quota = tl.load(header_ptr + 2)
+    remainder = tl.load(header_ptr + 3)
+    cursor = worker * quota + tl.minimum(worker, remainder)
+    stretch_end = cursor + quota + tl.where(worker < remainder, 1, 0)
+    req = tl.load(worker_req_ptr + worker)
+    rows = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+
+    while cursor < stretch_end:
+        while tl.load(cu_work_ptr + req + 1) <= cursor:
+            req += 1
+        query_start = tl.load(query_start_loc_ptr + req)
+        query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+        seq_len = tl.load(seq_lens_ptr + req)
+        tiles_n = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
+        tiles_m = tl.cdiv(query_len * GROUP_SIZE, BLOCK_M)
+        local = cursor - tl.load(cu_work_ptr + req)
+        item = local // tiles_n
+        lo = local - item * tiles_n
+        hi = tl.minimum(tiles_n, lo + stretch_end - cursor)
+        kv_head = item // tiles_m
+        m_tile = item - kv_head * tiles_m
+
+        flat = m_tile * BLOCK_M + rows
+        row_ok = flat < query_len * GROUP_SIZE
+        token = flat // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + flat % GROUP_SIZE
+        pos = seq_len - query_len + token  # last key a row may see
+        token_idx = (query_start + token).to(tl.int64)
+        io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q_ptrs = (
+            q_ptr + token_idx[:, None] * stride_q_t + head[:, None] * stride_q_h + offs_d[None, :]
+        )
+        q = tl.load(q_ptrs, mask=io_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        first_pos = seq_len - query_len + m_tile * BLOCK_M // GROUP_SIZE
+        full = tl.maximum(first_pos + 1, 0) // BLOCK_N  # tiles that every row sees whole
+        block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+        if USE_TMA:
+            k_head = k_src
+            v_head = v_src
+        else:
+            k_head = k_src + kv_head.to(tl.int64) * stride_k_h
+            v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
+            lo, tl.minimum(hi, full), pos, seq_len,
+            scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+        )  # fmt: skip
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
+            tl.maximum(lo, full), hi, pos, seq_len,
+            scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, 1,
+        )  # fmt: skip
+
+        complete = True
+        if hi - lo < tiles_n:
+            slot = (2 * worker + tl.where(lo == 0, 1, 0)).to(tl.int64)
+            acc_ptrs = (
+                partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
+            )
+            tl.store(acc_ptrs, acc, mask=row_ok[:, None])
+            tl.store(partial_m_ptr + slot * BLOCK_M + rows, m_i, mask=row_ok)
+            tl.store(partial_l_ptr + slot * BLOCK_M + rows, l_i, mask=row_ok)
+            begin = cursor - lo
+            first = _owner(begin, quota, remainder)
+            pieces = _owner(begin + tiles_n - 1, quota, remainder) - first + 1
+            # Every thread's partial must be out before the one atomic that announces it.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
+            complete = arrived == pieces - 1
+            if complete:
+                tl.store(arrivals_ptr + first, 0)  # ready for the next launch
+                acc, m_i, l_i = _merge_pieces(
+                    partial_acc_ptr, partial_m_ptr, partial_l_ptr, first, pieces,
+                    rows, offs_d, row_ok, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+        if complete:
+            out, lse = softmax_finish(acc, m_i, l_i)
+            o_ptrs = (
+                out_ptr
+                + token_idx[:, None] * stride_o_t
+                + head[:, None] * stride_o_h
+                + offs_d[None, :]
+            )
+            tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+            if HAS_LSE:
+                lse_ptrs = lse_ptr + token_idx * (NUM_KV_HEADS * GROUP_SIZE) + head
+                tl.store(lse_ptrs, lse, mask=row_ok)
+        cursor += hi - lo
+
+
+def decode_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: KvCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    header: torch.Tensor,
+    cu_work: torch.Tensor,
+    worker_req: torch.Tensor,
+    partial_acc: torch.Tensor,
+    partial_m: torch.Tensor,
+    partial_l: torch.Tensor,
+    arrivals: torch.Tensor,
+    scale: float,
+    *,
+    block_m: int,
+    block_n: int,
+    block_d: int,
+    num_warps: int,
+    num_stages: int,
+    use_tma: bool,
+) -> None:
+    """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
+
+    Parameters
+    ----------
+    out, q : Tensor[num_tokens, num_q_heads, head_dim]
+        Only rows of decode requests are written.
+    lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
+        Natural-log sum of exponentials; -inf for rows without keys.
+    kv : KvCache
+        Views of the paged keys and values.
+    query_start_loc, seq_lens, block_table : Tensor, int32
+        The batch, as vLLM passes it.
+    header, cu_work, worker_req : Tensor, int32
+        The plan: even stretch and its remainder, work before each request, each worker's start.
+    partial_acc : Tensor[2 * num_workers, block_m, block_d], fp32
+    partial_m, partial_l : Tensor[2 * num_workers, block_m], fp32
+        Scratch for items that several workers share.
+    arrivals : Tensor[num_workers], int32
+        Zero before and after every launch.
+    """
+    num_q_heads, head_dim = q.shape[1], q.shape[2]
+    k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
+    _decode_kernel[(arrivals.shape[0],)](
+        out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
+        header, cu_work, worker_req, partial_acc, partial_m, partial_l, arrivals,
+        scale * 1.4426950408889634,
+        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
+        HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+        num_warps=num_warps,
+    )  # fmt: skip

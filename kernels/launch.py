@@ -1,0 +1,63 @@
+"""What the launchers share: views of the paged cache and the arguments made from them."""
+
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True)
+class KvCache:
+    """Keys and values of one layer, as strided views.
+
+    Parameters
+    ----------
+    k, v : Tensor[num_pages, num_kv_heads, page_size, head_dim]
+        Any strides, unit stride in the last axis.  In vLLM both are halves of one row.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+
+def tma_possible(kv: KvCache) -> bool:
+    """Whether both views meet the copy engine's alignment: 16-byte base and strides."""
+
+    def aligned(x: torch.Tensor) -> bool:
+        size = x.element_size()
+        # An axis of length 1 is never stepped along, so its stride is free to be anything.
+        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+        return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in strides)
+
+    return aligned(kv.k) and aligned(kv.v)
+
+
+def _descriptor(x: torch.Tensor, block_n: int, block_d: int) -> TensorDescriptor:
+    size = x.element_size()
+    strides = list(x.stride())
+    # Singleton axes may carry strides the copy engine refuses; any aligned value will do.
+    for axis, length in enumerate(x.shape[:-1]):
+        if length == 1:
+            strides[axis] = 16 // size * max(1, x.shape[-1] * size // 16)
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, block_n, block_d])
+
+
+def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tuple:
+    """``(k_src, v_src, strides)``: descriptors or tensors, then page, head and slot strides."""
+    strides = (*kv.k.stride()[:3], *kv.v.stride()[:3])
+    if not use_tma:
+        return kv.k, kv.v, strides
+    # The descriptors carry the strides; constants keep them out of the specialisation key.
+    return (
+        _descriptor(kv.k, block_n, block_d),
+        _descriptor(kv.v, block_n, block_d),
+        (1, 1, 1, 1, 1, 1),
+    )

@@ -1,0 +1,45 @@
+"""Online softmax in base 2, shared by the prefill and the decode kernel.
+
+For one row of logits ``s`` scaled by ``scale`` the kernels keep
+
+    m = max(s) * scale * log2(e)          running maximum, in powers of two
+    l = sum(2 ** (s * scale * log2(e) - m))
+    acc = sum(2 ** (s * scale * log2(e) - m) * v)
+
+and divide once at the end: ``out = acc / l``, ``lse = (m + log2(l)) * ln(2)``.
+Source: Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), and
+Dao et al., FlashAttention (2022) and FlashAttention-2 (2023), which defers the division.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def softmax_step(qk, m_i, scale_log2, MASKED: tl.constexpr):
+    """Advance the running maximum by one tile of logits.
+
+    Returns ``(p, alpha, m_new)``: the tile's weights, the factor for everything accumulated so
+    far, and the new maximum.  ``scale_log2`` must be positive.  With ``MASKED`` a row may still
+    have no visible key; its maximum stays -inf and the pivot 0 keeps ``-inf - (-inf)`` away.
+    """
+    m_new = tl.maximum(m_i, tl.max(qk, 1) * scale_log2)
+    if MASKED:
+        pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+    else:
+        pivot = m_new
+    p = tl.exp2(qk * scale_log2 - pivot[:, None])
+    alpha = tl.exp2(m_i - pivot)
+    return p, alpha, m_new
+
+
+@triton.jit
+def softmax_finish(acc, m_i, l_i):
+    """Return ``(out, lse)``: 0 and -inf for rows that saw no key."""
+    has_keys = l_i > 0.0
+    out = acc / tl.where(has_keys, l_i, 1.0)[:, None]
+    lse = tl.where(has_keys, (m_i + tl.log2(tl.where(has_keys, l_i, 1.0))) * LN2, NEG_INF)
+    return out, lse

@@ -1,0 +1,68 @@
+"""Reading tiles of keys or values out of the paged cache, shared by prefill and decode.
+
+A request's key ``n`` lives in page ``block_table[request, n // PAGE_SIZE]`` at slot
+``n % PAGE_SIZE``.  Three ways to fetch ``BLOCK_N`` consecutive keys:
+
+* ``load_tile_tma``: the tile lies inside one page; one bulk tensor copy (sm_90 and later).
+* ``load_tile`` with ``PAGE_SIZE % BLOCK_N == 0``: the tile lies inside one page; one page id a tile.
+* ``load_tile`` otherwise: every row looks up its own page.
+
+Page ids are widened before they meet a stride: page * stride passes 2**31 in real caches.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile_tma(
+    desc,
+    block_table_row_ptr,
+    head,
+    start,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``[BLOCK_N, BLOCK_D]`` from a descriptor over ``[page, head, slot, d]``; no row is masked."""
+    page = tl.load(block_table_row_ptr + start // PAGE_SIZE)
+    tile = desc.load([page, head, start % PAGE_SIZE, 0])
+    return tl.reshape(tile, [BLOCK_N, BLOCK_D])
+
+
+@triton.jit
+def load_tile(
+    head_ptr,
+    block_table_row_ptr,
+    start,
+    limit,
+    stride_page,
+    stride_slot,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``[BLOCK_N, BLOCK_D]`` by pointers; with ``MASKED`` rows at or past ``limit`` read as 0."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    n = start + offs_n
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(block_table_row_ptr + start // PAGE_SIZE).to(tl.int64)
+        rows = page * stride_page + (start % PAGE_SIZE + offs_n).to(tl.int64) * stride_slot
+    else:
+        if MASKED:
+            pages = tl.load(block_table_row_ptr + n // PAGE_SIZE, mask=n < limit, other=0)
+        else:
+            pages = tl.load(block_table_row_ptr + n // PAGE_SIZE)
+        rows = pages.to(tl.int64) * stride_page + (n % PAGE_SIZE).to(tl.int64) * stride_slot
+    ptrs = head_ptr + rows[:, None] + offs_d[None, :]
+    if MASKED and HEAD_DIM < BLOCK_D:
+        return tl.load(ptrs, mask=(n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(ptrs, mask=(n < limit)[:, None], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)

@@ -1,0 +1,148 @@
+"""The plan kernel: lengths on the device become a list of prefill tiles and decode stretches.
+
+It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test holds the two
+equal).  One program, once a step; the host never learns the lengths.
+
+``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] units every worker takes,
+[3] how many workers take one more.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+HEADER_SIZE = 4
+
+
+@triton.jit
+def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
+    """The request ``r`` with ``cu[r] <= x < cu[r + 1]`` for each ``x``, by bisection."""
+    lo = tl.zeros_like(x)
+    hi = lo + num_reqs
+    for _ in range(SEARCH_STEPS):
+        mid = (lo + hi) // 2
+        below = tl.load(cu_ptr + mid, mask=mask, other=0) <= x
+        lo = tl.where(below, mid, lo)
+        hi = tl.where(below, hi, mid)
+    return lo
+
+
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["num_reqs"])
+def _plan_kernel(
+    header_ptr,
+    tile_req_ptr,
+    tile_token_ptr,
+    cu_tiles_ptr,
+    cu_work_ptr,
+    worker_req_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    num_reqs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DECODE_MAX_QUERY_LEN: tl.constexpr,
+    PREFILL_BLOCK_Q: tl.constexpr,
+    DECODE_BLOCK_M: tl.constexpr,
+    DECODE_BLOCK_N: tl.constexpr,
+    NUM_WORKERS: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_LIST: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):
+    """Prefix sums over requests, then one entry per tile and per worker; grid = (1,)."""
+    offs_r = tl.arange(0, BLOCK_R)
+    num_tiles = 0
+    total = 0
+    tl.store(cu_tiles_ptr, 0)
+    tl.store(cu_work_ptr, 0)
+    for base in range(0, num_reqs, BLOCK_R):
+        r = base + offs_r
+        ok = r < num_reqs
+        start = tl.load(query_start_loc_ptr + r, mask=ok, other=0)
+        query_len = tl.load(query_start_loc_ptr + r + 1, mask=ok, other=0) - start
+        seq_len = tl.load(seq_lens_ptr + r, mask=ok, other=0)
+        is_decode = (query_len > 0) & (query_len <= DECODE_MAX_QUERY_LEN)
+        is_prefill = query_len > DECODE_MAX_QUERY_LEN
+        tiles = tl.where(is_prefill, tl.cdiv(query_len, PREFILL_BLOCK_Q), 0)
+        tiles_m = tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M)
+        # A request without keys still owns one unit: its rows must be written as zeros.
+        tiles_n = tl.maximum(tl.cdiv(seq_len, DECODE_BLOCK_N), 1)
+        work = tl.where(is_decode, tiles_m * tiles_n * NUM_KV_HEADS, 0)
+        tl.store(cu_tiles_ptr + r + 1, num_tiles + tl.cumsum(tiles, 0), mask=ok)
+        tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
+        num_tiles += tl.sum(tiles, 0)
+        total += tl.sum(work, 0)
+    active = tl.minimum(tl.cdiv(total, MIN_UNITS), NUM_WORKERS)
+    quota = total // tl.maximum(active, 1)
+    remainder = total - quota * active
+    tl.store(header_ptr, num_tiles)
+    tl.store(header_ptr + 1, active)
+    tl.store(header_ptr + 2, quota)
+    tl.store(header_ptr + 3, remainder)
+
+    # The bisections read what other threads of this program wrote above.
+    tl.debug_barrier()
+    worker = tl.arange(0, BLOCK_W)
+    first_unit = worker * quota + tl.minimum(worker, remainder)
+    w_ok = worker < active
+    w_req = _find_request(cu_work_ptr, first_unit, num_reqs, w_ok, SEARCH_STEPS)
+    tl.store(worker_req_ptr + worker, w_req, mask=w_ok)
+    for base in range(0, num_tiles, BLOCK_LIST):
+        slot = base + tl.arange(0, BLOCK_LIST)
+        ok = slot < num_tiles
+        # Last tiles first: under a causal mask they are the long ones.
+        tile = num_tiles - 1 - slot
+        req = _find_request(cu_tiles_ptr, tile, num_reqs, ok, SEARCH_STEPS)
+        before = tl.load(cu_tiles_ptr + req, mask=ok, other=0)
+        tl.store(tile_req_ptr + slot, req, mask=ok)
+        tl.store(tile_token_ptr + slot, (tile - before) * PREFILL_BLOCK_Q, mask=ok)
+
+
+def plan_on_device(
+    header: torch.Tensor,
+    tile_req: torch.Tensor,
+    tile_token: torch.Tensor,
+    cu_tiles: torch.Tensor,
+    cu_work: torch.Tensor,
+    worker_req: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_reqs: int,
+    *,
+    num_kv_heads: int,
+    group_size: int,
+    decode_max_query_len: int,
+    prefill_block_q: int,
+    decode_block_m: int,
+    decode_block_n: int,
+    min_units: int,
+) -> None:
+    """Write the plan of one batch into persistent buffers; no host sync.
+
+    Parameters
+    ----------
+    header : Tensor[4], int32
+    tile_req, tile_token : Tensor[max_tiles], int32
+        Request and first query token (within the request) of each prefill tile, longest first.
+    cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
+        Prefill tiles and decode units before each request.
+    worker_req : Tensor[num_workers], int32
+        The request in which each worker's stretch starts.
+    query_start_loc : Tensor[num_reqs + 1], int32
+    seq_lens : Tensor[num_reqs], int32
+    """
+    max_reqs = cu_work.shape[0] - 1
+    num_workers = worker_req.shape[0]
+    _plan_kernel[(1,)](
+        header, tile_req, tile_token, cu_tiles, cu_work, worker_req,
+        query_start_loc, seq_lens, num_reqs,
+        NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
+        DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
+        DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
+        NUM_WORKERS=num_workers, MIN_UNITS=min_units,
+        BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
+        BLOCK_W=triton.next_power_of_2(num_workers),
+        SEARCH_STEPS=max_reqs.bit_length(), num_warps=8,
+    )  # fmt: skip

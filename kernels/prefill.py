@@ -1,0 +1,165 @@
+"""FlashAttention-2 prefill: variable-length causal queries over the paged cache.
+
+One program owns ``BLOCK_M`` query rows of one KV head, ``BLOCK_Q = BLOCK_M // GROUP_SIZE``
+consecutive tokens times the ``GROUP_SIZE`` query heads that share it, and walks that request's
+keys once.  Tiles above the diagonal are never visited; only tiles that touch the diagonal or the
+end of the sequence are masked.  Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.kernels.attend import attend
+from tilewise.kernels.launch import KvCache, kv_arguments
+from tilewise.kernels.online_softmax import softmax_finish
+
+
+@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=["stride_bt_b"])
+def _prefill_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_src,
+    v_src,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    header_ptr,
+    tile_req_ptr,
+    tile_token_ptr,
+    scale_log2,
+    stride_o_t,
+    stride_o_h,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_h,
+    stride_k_s,
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,
+    stride_bt_b,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """out = softmax(scale * q k^T + causal mask) v; grid = (prefill tiles, KV heads)."""
+    slot = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if slot >= tl.load(header_ptr):
+        return
+    req = tl.load(tile_req_ptr + slot).to(tl.int64)
+    first_token = tl.load(tile_token_ptr + slot)
+    query_start = tl.load(query_start_loc_ptr + req)
+    query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+    seq_len = tl.load(seq_lens_ptr + req)
+    context_len = seq_len - query_len
+
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
+    rows = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = first_token + rows // GROUP_SIZE
+    head = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    row_ok = (rows < BLOCK_Q * GROUP_SIZE) & (token < query_len)
+    pos = context_len + token  # last key a row may see
+    token_idx = (query_start + token).to(tl.int64)
+
+    q_ptrs = q_ptr + token_idx[:, None] * stride_q_t + head[:, None] * stride_q_h + offs_d[None, :]
+    io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptrs, mask=io_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Keys below `full` tiles are visible to every row; keys from `end` on to none.
+    first_pos = context_len + first_token
+    full = tl.maximum(first_pos + 1, 0) // BLOCK_N
+    end = tl.cdiv(tl.maximum(tl.minimum(first_pos + BLOCK_Q, seq_len), 0), BLOCK_N)
+    block_table_row_ptr = block_table_ptr + req * stride_bt_b
+    if USE_TMA:
+        k_head = k_src
+        v_head = v_src
+    else:
+        k_head = k_src + kv_head.to(tl.int64) * stride_k_h
+        v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, 0, full, pos, seq_len,
+        scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+    )  # fmt: skip
+    acc, m_i, l_i = attend(
+        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
+        scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, 1,
+    )  # fmt: skip
+
+    out, lse = softmax_finish(acc, m_i, l_i)
+    o_ptrs = (
+        out_ptr + token_idx[:, None] * stride_o_t + head[:, None] * stride_o_h + offs_d[None, :]
+    )
+    tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+    if HAS_LSE:
+        tl.store(lse_ptr + token_idx * (NUM_KV_HEADS * GROUP_SIZE) + head, lse, mask=row_ok)
+
+
+def prefill_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: KvCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    header: torch.Tensor,
+    tile_req: torch.Tensor,
+    tile_token: torch.Tensor,
+    scale: float,
+    *,
+    max_tiles: int,
+    block_m: int,
+    block_n: int,
+    block_d: int,
+    num_warps: int,
+    num_stages: int,
+    use_tma: bool,
+) -> None:
+    """Attend for every query tile of the plan and write ``out`` (and ``lse``) in place.
+
+    Parameters
+    ----------
+    out, q : Tensor[num_tokens, num_q_heads, head_dim]
+        Only rows that the plan gives to prefill are written.
+    lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
+        Natural-log sum of exponentials; -inf for rows without keys.
+    kv : KvCache
+        Views of the paged keys and values.
+    query_start_loc, seq_lens, block_table : Tensor, int32
+        The batch, as vLLM passes it; ``seq_lens`` counts context and new tokens.
+    header, tile_req, tile_token : Tensor, int32
+        The plan's tile count and, for each tile, its request and first token.
+    max_tiles : int
+        Grid bound; programs past ``header[0]`` return at once.
+    """
+    num_q_heads, head_dim = q.shape[1], q.shape[2]
+    k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
+    _prefill_kernel[(max_tiles, kv.num_kv_heads)](
+        out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
+        header, tile_req, tile_token,
+        scale * 1.4426950408889634,
+        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
+        HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+        num_warps=num_warps,
+    )  # fmt: skip

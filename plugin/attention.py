@@ -1,0 +1,422 @@
+"""The plan/run interface: plan once per batch, run once per layer.
+
+Usable without vLLM.  The object owns every buffer the kernels share; after construction neither
+``plan`` nor ``run`` synchronises with the device, and ``run`` given ``out`` allocates nothing, so
+both can be captured in a CUDA graph and replayed with other lengths.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tilewise import counters, policy
+from tilewise.errors import PlanMismatch, UnsupportedConfig
+from tilewise.kernels.decode import decode_attention
+from tilewise.kernels.launch import KvCache, tma_possible
+from tilewise.kernels.plan import HEADER_SIZE, plan_on_device
+from tilewise.kernels.prefill import prefill_attention
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One batch, planned.  Valid until the next ``plan()`` of the object that made it.
+
+    ``query_start_loc``, ``seq_lens`` and ``block_table`` are the caller's own tensors: whoever
+    replays a captured graph refreshes them in place and plans again.
+    """
+
+    owner: int
+    generation: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    num_tokens: int
+    max_prefill_tiles: int
+    has_decode: bool
+
+
+class PagedAttention:
+    """Causal attention of variable-length queries over a paged KV cache.
+
+    Parameters
+    ----------
+    num_q_heads, num_kv_heads : int
+        Query heads must be a multiple of KV heads (ratio 1 to 128, powers of two or not).
+    head_dim : int
+        Multiple of 8 from 16 to 256.
+    page_size : int
+        Tokens per page, a multiple of 16; 64 and 128 are read fastest on Hopper.
+    dtype : torch.dtype
+        float16, bfloat16 or float32, the same for queries, cache and output.
+    max_num_reqs, max_num_tokens : int
+        Bounds on every later batch; they size the persistent buffers.
+    device : str or torch.device
+        A CUDA device of compute capability 8.0 or later, or "cpu" under ``TRITON_INTERPRET=1``.
+    decode_query_len : int
+        Query tokens of a typical decode request (1 + speculative tokens), 1 to 16.
+    config : policy.Config, optional
+        Tiles and worker count, instead of the policy's choice (tuning, tests).
+
+    Raises
+    ------
+    UnsupportedConfig
+        With the offending value and what is accepted.
+
+    Examples
+    --------
+    >>> attn = PagedAttention(32, 8, 128, page_size=64, dtype=torch.bfloat16,
+    ...                       max_num_reqs=64, max_num_tokens=8192)
+    >>> attn.plan(query_start_loc, seq_lens, block_table, num_tokens=512, max_query_len=200)
+    >>> for layer in layers:
+    ...     out = attn.run(layer.q, layer.kv_cache)
+    """
+
+    def __init__(
+        self,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        device: str | torch.device = "cuda",
+        decode_query_len: int = 1,
+        config: policy.Config | None = None,
+    ) -> None:
+        if dtype not in SUPPORTED_DTYPES:
+            raise UnsupportedConfig(f"dtype={dtype}; accepted: {_names(SUPPORTED_DTYPES)}")
+        for name, value in (("max_num_reqs", max_num_reqs), ("max_num_tokens", max_num_tokens)):
+            if value < 1:
+                raise UnsupportedConfig(f"{name}={value}; accepted: 1 or more")
+        self.device = _with_index(torch.device(device))
+        geometry = policy.Geometry(num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize)
+        if config is None:
+            config = policy.choose(geometry, describe_device(self.device), decode_query_len)
+        elif config.geometry != geometry:
+            raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
+        self.config = config
+        self.geometry = geometry
+        self.dtype = dtype
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self._generation = 0
+        self._plan: Plan | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        cfg, workers = self.config, self.config.num_workers
+        tiles = policy.max_prefill_tiles(
+            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q
+        )
+
+        def ints(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int32, device=self.device)
+
+        self._header = ints(HEADER_SIZE)
+        self._tile_req, self._tile_token = ints(max(tiles, 1)), ints(max(tiles, 1))
+        self._cu_tiles, self._cu_work = ints(self.max_num_reqs + 1), ints(self.max_num_reqs + 1)
+        self._worker_req, self._arrivals = ints(workers), ints(workers)
+        rows = (2 * workers, cfg.decode.block_m)
+        self._partial_acc = torch.empty(
+            (*rows, cfg.decode.block_d), dtype=torch.float32, device=self.device
+        )
+        self._partial_m = torch.empty(rows, dtype=torch.float32, device=self.device)
+        self._partial_l = torch.empty(rows, dtype=torch.float32, device=self.device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory held by the persistent buffers."""
+        buffers = (v for v in vars(self).values() if isinstance(v, torch.Tensor))
+        return sum(b.numel() * b.element_size() for b in buffers)
+
+    def plan(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        num_tokens: int,
+        max_query_len: int,
+        has_decode: bool = True,
+    ) -> Plan:
+        """Turn the batch's device lengths into tiles and splits; no host sync.
+
+        Parameters
+        ----------
+        query_start_loc : Tensor[num_reqs + 1], int32
+            First query row of each request; padding requests have no rows.
+        seq_lens : Tensor[num_reqs], int32
+            Context plus new tokens; the new tokens are the last ones (causal, bottom-right).
+        block_table : Tensor[num_reqs, pages], int32
+            Page ids; entries past a request's last page are never read.
+        num_tokens : int
+            Upper bound on ``query_start_loc[-1]`` (the padded number of tokens).
+        max_query_len : int
+            Upper bound on the query lengths; above 16 the prefill kernel is launched.
+        has_decode : bool
+            False promises that no request has 1 to 16 query tokens; the split-KV kernel is
+            then not launched.
+
+        Returns
+        -------
+        Plan
+            Also kept, as the default of ``run``.
+
+        Raises
+        ------
+        PlanMismatch
+            When the batch exceeds the bounds given at construction, or a tensor does not fit.
+        """
+        num_reqs = seq_lens.shape[0]
+        self._check_batch(query_start_loc, seq_lens, block_table, num_tokens)
+        cfg = self.config
+        tiles = 0
+        if max_query_len > policy.DECODE_MAX_QUERY_LEN:
+            tiles = policy.max_prefill_tiles(num_tokens, num_reqs, cfg.prefill_block_q)
+        self._generation += 1
+        if num_reqs:
+            plan_on_device(
+                self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
+                self._worker_req, query_start_loc, seq_lens, num_reqs,
+                num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
+                decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
+                prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
+                decode_block_n=cfg.decode.block_n, min_units=cfg.min_units,
+            )  # fmt: skip
+            counters.add("launches", kernel="plan")
+        self._plan = Plan(
+            owner=id(self),
+            generation=self._generation,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_prefill_tiles=tiles,
+            has_decode=has_decode and num_reqs > 0,
+        )
+        return self._plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        plan: Plan | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend with one layer's queries and cache.
+
+        Parameters
+        ----------
+        q : Tensor[>= num_tokens, num_q_heads, head_dim]
+            Any strides, unit stride in the last axis.
+        kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim], or a pair (k, v)
+            One tensor holds K then V in each row (vLLM 0.33); of a pair, each is
+            ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.
+        scale : float, optional
+            Factor of the logits, positive; default ``head_dim ** -0.5``.
+        out : Tensor like ``q``, optional
+            Written in place.  Rows that belong to no request are left alone.
+        return_lse : bool
+            Also return the natural-log sum of exponentials.
+        plan : Plan, optional
+            Default: the newest.
+
+        Returns
+        -------
+        out : Tensor[num_tokens, num_q_heads, head_dim]
+        lse : Tensor[num_tokens, num_q_heads], fp32
+            Only with ``return_lse``; -inf where a row saw no key (its output is 0).
+
+        Raises
+        ------
+        PlanMismatch
+            When the plan is stale, was made by another object, or the tensors do not fit it.
+        """
+        plan = self._current(plan)
+        kv = self._check_tensors(plan, q, kv_cache, out)
+        scale = self.geometry.head_dim**-0.5 if scale is None else scale
+        if not (scale > 0.0 and math.isfinite(scale)):
+            raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
+        if out is None:
+            out = torch.empty((q.shape[0], *q.shape[1:]), dtype=q.dtype, device=q.device)
+        lse = None
+        if return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        can_tma = tma_possible(kv)
+        if plan.has_decode:
+            self._run_decode(plan, out, lse, q, kv, scale, can_tma)
+        if plan.max_prefill_tiles:
+            self._run_prefill(plan, out, lse, q, kv, scale, can_tma)
+        return (out, lse) if lse is not None else out
+
+    def _run_decode(
+        self,
+        plan: Plan,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        q: torch.Tensor,
+        kv: KvCache,
+        scale: float,
+        can_tma: bool,
+    ) -> None:
+        t = self.config.decode
+        decode_attention(
+            out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
+            self._header, self._cu_work, self._worker_req,
+            self._partial_acc, self._partial_m, self._partial_l, self._arrivals, scale,
+            block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
+            num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
+        )  # fmt: skip
+        counters.add("launches", kernel="decode")
+
+    def _run_prefill(
+        self,
+        plan: Plan,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        q: torch.Tensor,
+        kv: KvCache,
+        scale: float,
+        can_tma: bool,
+    ) -> None:
+        t = self.config.prefill
+        prefill_attention(
+            out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
+            self._header, self._tile_req, self._tile_token, scale,
+            max_tiles=plan.max_prefill_tiles,
+            block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
+            num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
+        )  # fmt: skip
+        counters.add("launches", kernel="prefill")
+
+    def _current(self, plan: Plan | None) -> Plan:
+        if plan is None:
+            plan = self._plan
+        if plan is None:
+            raise PlanMismatch("run() before plan(): call plan() once per batch")
+        if plan.owner != id(self):
+            raise PlanMismatch("the plan was made by another PagedAttention object")
+        if plan.generation != self._generation:
+            raise PlanMismatch(
+                f"stale plan: made as number {plan.generation}, the buffers now hold "
+                f"number {self._generation}; run every layer of a batch before the next plan()"
+            )
+        return plan
+
+    def _check_batch(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        num_tokens: int,
+    ) -> None:
+        num_reqs = seq_lens.shape[0]
+        if num_reqs > self.max_num_reqs:
+            raise PlanMismatch(f"{num_reqs} requests; built for at most {self.max_num_reqs}")
+        if not 0 <= num_tokens <= self.max_num_tokens:
+            raise PlanMismatch(f"num_tokens={num_tokens}; built for 0 to {self.max_num_tokens}")
+        named = {
+            "query_start_loc": query_start_loc, "seq_lens": seq_lens, "block_table": block_table
+        }  # fmt: skip
+        for name, x in named.items():
+            if x.dtype != torch.int32 or x.device != self.device:
+                raise PlanMismatch(
+                    f"{name} is {x.dtype} on {x.device}; accepted: torch.int32 on {self.device}"
+                )
+        if query_start_loc.shape != (num_reqs + 1,) or not query_start_loc.is_contiguous():
+            raise PlanMismatch(
+                f"query_start_loc has shape {tuple(query_start_loc.shape)}; "
+                f"accepted: contiguous ({num_reqs + 1},) for {num_reqs} requests"
+            )
+        if seq_lens.dim() != 1 or (num_reqs > 1 and seq_lens.stride(0) != 1):
+            raise PlanMismatch(f"seq_lens has shape {tuple(seq_lens.shape)}; accepted: contiguous")
+        if block_table.dim() != 2 or block_table.shape[0] < num_reqs or block_table.stride(-1) != 1:
+            raise PlanMismatch(
+                f"block_table has shape {tuple(block_table.shape)} and strides "
+                f"{block_table.stride()}; accepted: [>= {num_reqs}, pages] with unit last stride"
+            )
+        keys = block_table.shape[1] * self.geometry.page_size
+        units = num_reqs * policy.decode_units(policy.DECODE_MAX_QUERY_LEN, keys, self.config)
+        if units >= 2**31:
+            raise PlanMismatch(
+                f"{num_reqs} requests of up to {keys} keys exceed the 2**31 units a plan counts"
+            )
+
+    def _check_tensors(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+    ) -> KvCache:
+        g = self.geometry
+        for name, x in (("q", q), ("out", out)):
+            if x is None:
+                continue
+            if x.dim() != 3 or x.shape[1:] != (g.num_q_heads, g.head_dim) or x.stride(2) != 1:
+                raise PlanMismatch(
+                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
+                    f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
+                )
+            if x.shape[0] < plan.num_tokens:
+                raise PlanMismatch(
+                    f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
+                )
+            self._check_dtype(name, x)
+        if isinstance(kv_cache, torch.Tensor):
+            if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * g.head_dim:
+                raise PlanMismatch(
+                    f"kv_cache has shape {tuple(kv_cache.shape)}; accepted: "
+                    f"[pages, {g.num_kv_heads}, {g.page_size}, {2 * g.head_dim}]"
+                )
+            kv = KvCache(kv_cache[..., : g.head_dim], kv_cache[..., g.head_dim :])
+        else:
+            kv = KvCache(*kv_cache)
+        for name, x in (("k cache", kv.k), ("v cache", kv.v)):
+            expected = (g.num_kv_heads, g.page_size, g.head_dim)
+            if x.dim() != 4 or tuple(x.shape[1:]) != expected or x.stride(3) != 1:
+                raise PlanMismatch(
+                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
+                    f"[pages, {g.num_kv_heads}, {g.page_size}, {g.head_dim}] "
+                    "with unit last stride"
+                )
+            self._check_dtype(name, x)
+        return kv
+
+    def _check_dtype(self, name: str, x: torch.Tensor) -> None:
+        if x.dtype != self.dtype or x.device != self.device:
+            raise PlanMismatch(
+                f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
+            )
+
+
+def describe_device(device: torch.device) -> policy.Device:
+    """Read what the policy needs off a device; the CPU stands for Triton's interpreter."""
+    if device.type == "cpu":
+        return policy.INTERPRETER
+    props = torch.cuda.get_device_properties(device)
+    return policy.Device(
+        arch=props.major * 10 + props.minor,
+        num_sms=props.multi_processor_count,
+        shared_memory=props.shared_memory_per_block_optin,
+    )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

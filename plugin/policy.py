@@ -1,0 +1,310 @@
+"""Every decision about tiles, grids and splits, as plain Python: ints in, frozen dataclasses out.
+
+No torch and no GPU here, so the whole policy can be tested on a laptop.  ``plan_batch`` is the
+twin of the plan kernel (``tilewise.kernels.plan``): the same rule on host integers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from tilewise.errors import UnsupportedConfig
+
+# Requests with at most this many query tokens are decoded with split KV (it covers speculative
+# verification and the short tails of chunked prefill); longer ones take the prefill kernel.
+DECODE_MAX_QUERY_LEN = 16
+
+HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+PAGE_SIZE_STEP = 16
+MAX_GROUP_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the policy needs to know of a device.
+
+    Parameters
+    ----------
+    arch : int
+        Compute capability as one number: 80, 89, 90, 100.
+    num_sms : int
+        Streaming multiprocessors.
+    shared_memory : int
+        Bytes of shared memory one program may use.
+    """
+
+    arch: int
+    num_sms: int
+    shared_memory: int
+
+
+# Triton's interpreter runs programs one after another, so a few workers are enough to exercise
+# every way of cutting the work.
+INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The attention layer: heads, head size, page size and bytes per element."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    element_size: int
+
+    def __post_init__(self) -> None:
+        hq, hkv = self.num_q_heads, self.num_kv_heads
+        if hkv < 1 or hq < 1 or hq % hkv:
+            raise UnsupportedConfig(
+                f"num_q_heads={hq} must be a positive multiple of num_kv_heads={hkv}"
+            )
+        if self.group_size > MAX_GROUP_SIZE:
+            raise UnsupportedConfig(
+                f"num_q_heads / num_kv_heads = {self.group_size}; accepted: 1 to {MAX_GROUP_SIZE}"
+            )
+        d = self.head_dim
+        if not HEAD_DIM_MIN <= d <= HEAD_DIM_MAX or d % HEAD_DIM_STEP:
+            raise UnsupportedConfig(
+                f"head_dim={d}; accepted: multiples of {HEAD_DIM_STEP} "
+                f"from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}"
+            )
+        if self.page_size < PAGE_SIZE_STEP or self.page_size % PAGE_SIZE_STEP:
+            raise UnsupportedConfig(
+                f"page_size={self.page_size}; accepted: multiples of {PAGE_SIZE_STEP}"
+            )
+        if self.element_size not in (2, 4):
+            raise UnsupportedConfig(
+                f"element_size={self.element_size} bytes; accepted: 2 (fp16, bf16) and 4 (fp32)"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def block_d(self) -> int:
+        """Head size padded to the next power of two."""
+        return next_power_of_2(self.head_dim)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Launch configuration of one attention kernel.
+
+    ``block_m`` query rows (tokens times the heads of a group), ``block_n`` keys a step,
+    ``block_d`` padded head size; ``use_tma`` reads whole-page tiles with the copy engine.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything the plan and the two kernels are launched with.
+
+    ``num_workers`` decode programs share the batch's key tiles; each takes at least
+    ``min_units`` of them, so that short batches are not cut finer than a merge is worth.
+    """
+
+    geometry: Geometry
+    prefill: Tiles
+    decode: Tiles
+    num_workers: int
+    min_units: int
+
+    @property
+    def prefill_block_q(self) -> int:
+        """Query tokens of one prefill tile."""
+        return self.prefill.block_m // self.geometry.group_size
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least ``n`` (and at least 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(-a // b)
+
+
+def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Config:
+    """Pick tiles and worker count.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+    decode_query_len : int
+        Query tokens of a typical decode request: 1, or 1 + speculative tokens.
+    """
+    if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
+        raise UnsupportedConfig(
+            f"decode_query_len={decode_query_len}; accepted: 1 to {DECODE_MAX_QUERY_LEN}"
+        )
+    if device.arch < 80:
+        raise UnsupportedConfig(f"compute capability {device.arch / 10}; accepted: 8.0 and later")
+    decode = _decode_tiles(geometry, device, decode_query_len)
+    return Config(
+        geometry=geometry,
+        prefill=_prefill_tiles(geometry, device),
+        decode=decode,
+        num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
+        min_units=max(1, 128 // decode.block_n),
+    )
+
+
+def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
+    d, fp32 = geometry.block_d, geometry.element_size == 4
+    block_m = max(128, next_power_of_2(geometry.group_size))
+    if fp32:
+        block_m, block_n, num_warps, num_stages = max(64, block_m // 2), 32, 4, 2
+    elif device.arch >= 90:
+        # Four warps hold 128 x 128 fp32 accumulators without spilling at D 128 and run two
+        # programs an SM; at D 256 eight are needed.
+        block_n, num_warps, num_stages = 64, (4 if d <= 128 else 8), 2
+    elif d <= 128:
+        block_n, num_warps, num_stages = 64, (4 if d <= 64 else 8), 2
+    else:
+        block_n, num_warps, num_stages = 32, 8, 2
+    tiles = Tiles(block_m, block_n, d, num_warps, num_stages, use_tma=False)
+    return _fit(replace(tiles, use_tma=_tma_fits(tiles, geometry, device)), geometry, device)
+
+
+def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> Tiles:
+    d = geometry.block_d
+    rows = geometry.group_size * decode_query_len
+    block_m = min(max(next_power_of_2(rows), 16), 64)
+    block_n = 64 if geometry.element_size * d <= 256 else 32
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=False)
+    return _fit(tiles, geometry, device)
+
+
+def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
+    """Whether one key tile lies inside one page, on a device with the copy engine."""
+    return device.arch >= 90 and geometry.page_size % tiles.block_n == 0
+
+
+def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
+    """Give up pipeline stages, then keys a step, until the tiles fit into shared memory."""
+    while shared_memory(tiles, geometry) > device.shared_memory:
+        if tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.block_n > 16:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+            tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+        else:
+            raise UnsupportedConfig(
+                f"head_dim={geometry.head_dim} needs {shared_memory(tiles, geometry)} bytes of "
+                f"shared memory; the device has {device.shared_memory}"
+            )
+    return tiles
+
+
+def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
+    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V."""
+    size = geometry.element_size
+    q = tiles.block_m * tiles.block_d * size
+    p = tiles.block_m * tiles.block_n * size
+    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * size
+    return q + p + kv
+
+
+def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
+    """Decode programs that share an SM: enough loads in flight, without starving for memory."""
+    return max(1, min(3, device.shared_memory // shared_memory(tiles, geometry)))
+
+
+def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
+    """Bound on the prefill tiles of any batch of ``num_tokens`` in ``num_reqs`` requests."""
+    prefills = min(num_reqs, num_tokens // (DECODE_MAX_QUERY_LEN + 1))
+    return cdiv(num_tokens, block_q) + prefills if prefills else 0
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the plan kernel writes for one batch; see ``plan_batch``."""
+
+    header: tuple[int, int, int, int]
+    tile_req: tuple[int, ...]
+    tile_token: tuple[int, ...]
+    cu_work: tuple[int, ...]
+    worker_req: tuple[int, ...]
+
+
+def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Config) -> BatchPlan:
+    """The rule by which lengths become tiles and splits, on host integers.
+
+    Parameters
+    ----------
+    query_lens, seq_lens : sequence of int, one per request
+        New tokens, and context plus new tokens.  A request of no tokens gets no work.
+
+    Returns
+    -------
+    BatchPlan
+        ``header`` = (prefill tiles, active workers, units each takes, workers that take one
+        more); ``tile_req``/``tile_token`` per prefill tile, longest first; ``cu_work`` decode
+        units before each request; ``worker_req`` the request where each worker starts.
+    """
+    block_q = config.prefill_block_q
+    tiles: list[tuple[int, int]] = []
+    work: list[int] = []
+    for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        work.append(0)
+        if query_len > DECODE_MAX_QUERY_LEN:
+            tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
+        elif query_len > 0:
+            work[r] = decode_units(query_len, seq_len, config)
+    cu_work = tuple(accumulate(work, initial=0))
+    total = cu_work[-1]
+    active = min(cdiv(total, config.min_units), config.num_workers)
+    quota, remainder = divmod(total, active) if active else (0, 0)
+    worker_req = []
+    r = 0
+    for worker in range(active):
+        unit = worker * quota + min(worker, remainder)
+        while cu_work[r + 1] <= unit:
+            r += 1
+        worker_req.append(r)
+    return BatchPlan(
+        header=(len(tiles), active, quota, remainder),
+        tile_req=tuple(r for r, _ in reversed(tiles)),
+        tile_token=tuple(t for _, t in reversed(tiles)),
+        cu_work=cu_work,
+        worker_req=tuple(worker_req),
+    )
+
+
+def decode_units(query_len: int, seq_len: int, config: Config) -> int:
+    """Units of one decode request: query tiles x key tiles x KV heads."""
+    tiles_m = cdiv(query_len * config.geometry.group_size, config.decode.block_m)
+    return tiles_m * max(cdiv(seq_len, config.decode.block_n), 1) * config.geometry.num_kv_heads
+
+
+def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:
+    """How many workers share each (KV head, query tile) of a decode request."""
+    _, _, quota, remainder = plan.header
+    begin, end = plan.cu_work[request], plan.cu_work[request + 1]
+    items = config.geometry.num_kv_heads * cdiv(
+        query_len * config.geometry.group_size, config.decode.block_m
+    )
+    if begin == end:
+        return []
+    length = (end - begin) // items
+
+    def owner(unit: int) -> int:
+        long_part = remainder * (quota + 1)
+        if unit < long_part:
+            return unit // (quota + 1)
+        return remainder + (unit - long_part) // quota
+
+    starts = range(begin, end, length)
+    return [owner(start + length - 1) - owner(start) + 1 for start in starts]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.online_softmax import softmax_step
-from tilewise.kernels.paged_kv import load_tile, load_tile_tma
+from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
 
 
 @triton.jit
@@ -39,24 +39,23 @@ def attend(
     NUM_STAGES: tl.constexpr,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos."""
+    limit = tl.minimum(hi * BLOCK_N, seq_len)
+    pages = tile_pages(block_table_row_ptr, lo * BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
     for j in tl.range(lo, hi, num_stages=NUM_STAGES):
         start = j * BLOCK_N
         if USE_TMA:
-            k = load_tile_tma(
-                k_src, block_table_row_ptr, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D
-            )
-            v = load_tile_tma(
-                v_src, block_table_row_ptr, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D
-            )
+            k = load_tile_tma(k_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D)
+            v = load_tile_tma(v_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D)
         else:
             k = load_tile(
-                k_src, block_table_row_ptr, start, seq_len, stride_k_p, stride_k_s,
+                k_src, pages, start, seq_len, stride_k_p, stride_k_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED,
             )  # fmt: skip
             v = load_tile(
-                v_src, block_table_row_ptr, start, seq_len, stride_v_p, stride_v_s,
+                v_src, pages, start, seq_len, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED,
             )  # fmt: skip
+        pages = tile_pages(block_table_row_ptr, start + BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             n = start + tl.arange(0, BLOCK_N)

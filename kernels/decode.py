@@ -136,14 +136,13 @@ def _decode_kernel(
         flat = m_tile * BLOCK_M + rows
         row_ok = flat < query_len * GROUP_SIZE
         token = flat // GROUP_SIZE
-        head = kv_head * GROUP_SIZE + flat % GROUP_SIZE
         pos = seq_len - query_len + token  # last key a row may see
-        token_idx = (query_start + token).to(tl.int64)
+        req_token = query_start.to(tl.int64)
+        first_head = kv_head.to(tl.int64) * GROUP_SIZE
         io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
-        q_ptrs = (
-            q_ptr + token_idx[:, None] * stride_q_t + head[:, None] * stride_q_h + offs_d[None, :]
-        )
-        q = tl.load(q_ptrs, mask=io_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+        q_rows = token * stride_q_t + flat % GROUP_SIZE * stride_q_h
+        q_item_ptr = q_ptr + req_token * stride_q_t + first_head * stride_q_h
+        q = tl.load(q_item_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
 
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -157,17 +156,21 @@ def _decode_kernel(
         else:
             k_head = k_src + kv_head.to(tl.int64) * stride_k_h
             v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+        if USE_TMA:
+            split = tl.minimum(tl.maximum(full, lo), hi)
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
+                pos, seq_len, scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+            )  # fmt: skip
+        else:
+            # Masked rows cost nothing here (the copies themselves skip them), so one loop will do.
+            split = lo
         acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
-            lo, tl.minimum(hi, full), pos, seq_len,
-            scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        )  # fmt: skip
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
-            tl.maximum(lo, full), hi, pos, seq_len,
-            scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, 1,
+            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
+            pos, seq_len, scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
+            1 if USE_TMA else NUM_STAGES,
         )  # fmt: skip
 
         complete = True
@@ -194,16 +197,16 @@ def _decode_kernel(
                 )  # fmt: skip
         if complete:
             out, lse = softmax_finish(acc, m_i, l_i)
-            o_ptrs = (
-                out_ptr
-                + token_idx[:, None] * stride_o_t
-                + head[:, None] * stride_o_h
-                + offs_d[None, :]
-            )
+            o_rows = token * stride_o_t + flat % GROUP_SIZE * stride_o_h
+            o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
+            o_ptrs = o_item_ptr + (o_rows[:, None] + offs_d[None, :])
             tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
             if HAS_LSE:
-                lse_ptrs = lse_ptr + token_idx * (NUM_KV_HEADS * GROUP_SIZE) + head
-                tl.store(lse_ptrs, lse, mask=row_ok)
+                NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+                lse_item_ptr = lse_ptr + req_token * NUM_Q_HEADS + first_head
+                tl.store(
+                    lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok
+                )
         cursor += hi - lo
 
 

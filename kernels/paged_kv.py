@@ -7,6 +7,8 @@ A request's key ``n`` lives in page ``block_table[request, n // PAGE_SIZE]`` at 
 * ``load_tile`` with ``PAGE_SIZE % BLOCK_N == 0``: the tile lies inside one page; one page id a tile.
 * ``load_tile`` otherwise: every row looks up its own page.
 
+``tile_pages`` reads the page ids; the loops call it one tile ahead, so that no copy waits for one.
+
 Page ids are widened before they meet a stride: page * stride passes 2**31 in real caches.
 """
 
@@ -15,9 +17,24 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_pages(
+    block_table_row_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Page ids of keys ``start .. start + BLOCK_N``: one if the tile lies in a page, else a row's.
+
+    Keys at or past ``limit`` look up nothing (id 0), so the table is never read past its request.
+    """
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(block_table_row_ptr + start // PAGE_SIZE, mask=start < limit, other=0)
+    else:
+        n = start + tl.arange(0, BLOCK_N)
+        return tl.load(block_table_row_ptr + n // PAGE_SIZE, mask=n < limit, other=0)
+
+
+@triton.jit
 def load_tile_tma(
     desc,
-    block_table_row_ptr,
+    page,
     head,
     start,
     PAGE_SIZE: tl.constexpr,
@@ -25,7 +42,6 @@ def load_tile_tma(
     BLOCK_D: tl.constexpr,
 ):
     """``[BLOCK_N, BLOCK_D]`` from a descriptor over ``[page, head, slot, d]``; no row is masked."""
-    page = tl.load(block_table_row_ptr + start // PAGE_SIZE)
     tile = desc.load([page, head, start % PAGE_SIZE, 0])
     return tl.reshape(tile, [BLOCK_N, BLOCK_D])
 
@@ -33,7 +49,7 @@ def load_tile_tma(
 @triton.jit
 def load_tile(
     head_ptr,
-    block_table_row_ptr,
+    pages,
     start,
     limit,
     stride_page,
@@ -49,15 +65,12 @@ def load_tile(
     offs_d = tl.arange(0, BLOCK_D)
     n = start + offs_n
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(block_table_row_ptr + start // PAGE_SIZE).to(tl.int64)
-        rows = page * stride_page + (start % PAGE_SIZE + offs_n).to(tl.int64) * stride_slot
+        tile_ptr = head_ptr + pages.to(tl.int64) * stride_page
+        tile_ptr += (start % PAGE_SIZE).to(tl.int64) * stride_slot
+        ptrs = tile_ptr + offs_n.to(tl.int64)[:, None] * stride_slot + offs_d[None, :]
     else:
-        if MASKED:
-            pages = tl.load(block_table_row_ptr + n // PAGE_SIZE, mask=n < limit, other=0)
-        else:
-            pages = tl.load(block_table_row_ptr + n // PAGE_SIZE)
         rows = pages.to(tl.int64) * stride_page + (n % PAGE_SIZE).to(tl.int64) * stride_slot
-    ptrs = head_ptr + rows[:, None] + offs_d[None, :]
+        ptrs = head_ptr + rows[:, None] + offs_d[None, :]
     if MASKED and HEAD_DIM < BLOCK_D:
         return tl.load(ptrs, mask=(n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     elif MASKED:

@@ -68,14 +68,16 @@ def _prefill_kernel(
     rows = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     token = first_token + rows // GROUP_SIZE
-    head = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     row_ok = (rows < BLOCK_Q * GROUP_SIZE) & (token < query_len)
     pos = context_len + token  # last key a row may see
-    token_idx = (query_start + token).to(tl.int64)
 
-    q_ptrs = q_ptr + token_idx[:, None] * stride_q_t + head[:, None] * stride_q_h + offs_d[None, :]
+    # One 64-bit base a tile and 32-bit offsets inside it: fewer registers than 64-bit rows.
+    tile_token = (query_start + first_token).to(tl.int64)
+    tile_head = kv_head.to(tl.int64) * GROUP_SIZE
     io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptrs, mask=io_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    q_rows = rows // GROUP_SIZE * stride_q_t + rows % GROUP_SIZE * stride_q_h
+    q_tile_ptr = q_ptr + tile_token * stride_q_t + tile_head * stride_q_h
+    q = tl.load(q_tile_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -104,12 +106,15 @@ def _prefill_kernel(
     )  # fmt: skip
 
     out, lse = softmax_finish(acc, m_i, l_i)
-    o_ptrs = (
-        out_ptr + token_idx[:, None] * stride_o_t + head[:, None] * stride_o_h + offs_d[None, :]
-    )
+    o_rows = rows // GROUP_SIZE * stride_o_t + rows % GROUP_SIZE * stride_o_h
+    o_tile_ptr = out_ptr + tile_token * stride_o_t + tile_head * stride_o_h
+    o_ptrs = o_tile_ptr + (o_rows[:, None] + offs_d[None, :])
     tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
     if HAS_LSE:
-        tl.store(lse_ptr + token_idx * (NUM_KV_HEADS * GROUP_SIZE) + head, lse, mask=row_ok)
+        NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+        lse_tile_ptr = lse_ptr + tile_token * NUM_Q_HEADS + tile_head
+        lse_rows = rows // GROUP_SIZE * NUM_Q_HEADS + rows % GROUP_SIZE
+        tl.store(lse_tile_ptr + lse_rows, lse, mask=row_ok)
 
 
 def prefill_attention(

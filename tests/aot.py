@@ -1,0 +1,214 @@
+"""Ahead-of-time compilation of the kernels for a GPU that need not be there.
+
+``compile_kernels(geometry, device, dtype)`` compiles what the policy would launch and reports
+registers, spills and shared memory.  Run as a script it prints a table; it must run without
+``TRITON_INTERPRET``.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from tilewise import policy
+from tilewise.kernels import cache_write, decode, plan, prefill
+
+DEVICES = {
+    80: policy.Device(arch=80, num_sms=108, shared_memory=163 * 1024),
+    89: policy.Device(arch=89, num_sms=128, shared_memory=99 * 1024),
+    90: policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024),
+    100: policy.Device(arch=100, num_sms=148, shared_memory=227 * 1024),
+}
+ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes."""
+
+    kernel: str
+    arch: int
+    head_dim: int
+    page_size: int
+    group_size: int
+    dtype: str
+    num_warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    tma: int
+
+
+def _compile(fn, signature, constants, aligned, arch, num_warps):
+    names = list(signature)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=fn,
+        signature=signature,
+        constexprs=constants,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}
+    )
+
+
+def _measure(compiled, arch):
+    """``(registers, spill bytes)`` from ptxas, run with the flags Triton gives it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        target = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"]).group(1)
+        log = subprocess.run(
+            [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(ptx), "-o", f"{folder}/o"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    return registers, max(int(a) + int(b) for a, b in spills)
+
+
+def _attention_signature(tiles, dtype, page_size):
+    element = "fp32" if dtype == "fp32" else dtype
+    if tiles.use_tma:
+        kv = f"tensordesc<{element}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
+    else:
+        kv = f"*{element}"
+    head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
+    head |= {"k_src": kv, "v_src": kv}
+    head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+    tail = {"scale_log2": "fp32"}
+    tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
+    strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
+    tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
+    tail["stride_bt_b"] = "i32"
+    constants = {"lse_ptr": None} | (dict.fromkeys(strides, 1) if tiles.use_tma else {})
+    return head, tail, constants
+
+
+def _attention_constants(config, tiles, dtype):
+    g = config.geometry
+    return {
+        "NUM_KV_HEADS": g.num_kv_heads, "GROUP_SIZE": g.group_size, "HEAD_DIM": g.head_dim,
+        "PAGE_SIZE": g.page_size, "HAS_LSE": False, "USE_TMA": tiles.use_tma,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n, "BLOCK_D": tiles.block_d, "NUM_STAGES": tiles.num_stages,
+    }  # fmt: skip
+
+
+def _aligned(signature):
+    """Pointers and strides of real batches are multiples of 16; block_table rows need not be."""
+    return [
+        n for n, t in signature.items()
+        if (t.startswith("*") or n.startswith("stride_")) and t != "constexpr"
+        and n not in ("stride_bt_b", "seq_lens_ptr", "query_start_loc_ptr", "block_table_ptr")
+    ]  # fmt: skip
+
+
+def _compile_attention(kernel, config, dtype, arch, middle):
+    tiles = config.prefill if kernel == "prefill" else config.decode
+    fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
+    head, tail, constants = _attention_signature(tiles, dtype, config.geometry.page_size)
+    signature = head | middle | tail
+    constants |= _attention_constants(config, tiles, dtype)
+    return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
+
+
+def compile_prefill(config, dtype, arch):
+    """Compile the prefill kernel of ``config``; returns ``(compiled, tiles)``."""
+    middle = dict.fromkeys(("header_ptr", "tile_req_ptr", "tile_token_ptr"), "*i32")
+    return _compile_attention("prefill", config, dtype, arch, middle)
+
+
+def compile_decode(config, dtype, arch):
+    """Compile the decode kernel of ``config``; returns ``(compiled, tiles)``."""
+    middle = dict.fromkeys(("header_ptr", "cu_work_ptr", "worker_req_ptr"), "*i32")
+    middle |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
+    middle["arrivals_ptr"] = "*i32"
+    return _compile_attention("decode", config, dtype, arch, middle)
+
+
+def compile_plan(config, arch, max_reqs=1024):
+    """Compile the plan kernel of ``config``."""
+    names = "header tile_req tile_token cu_tiles cu_work worker_req query_start_loc seq_lens"
+    signature = {f"{n}_ptr": "*i32" for n in names.split()} | {"num_reqs": "i32"}
+    constants = {
+        "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,
+        "DECODE_MAX_QUERY_LEN": policy.DECODE_MAX_QUERY_LEN,
+        "PREFILL_BLOCK_Q": config.prefill_block_q, "DECODE_BLOCK_M": config.decode.block_m,
+        "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers,
+        "MIN_UNITS": config.min_units, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
+        "BLOCK_W": policy.next_power_of_2(config.num_workers),
+        "SEARCH_STEPS": max_reqs.bit_length(),
+    }  # fmt: skip
+    return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
+
+
+def compile_cache_write(config, dtype, arch):
+    """Compile the cache-write kernel of ``config``."""
+    pointers = {f"{n}_ptr": f"*{dtype}" for n in ("k_cache", "v_cache", "key", "value")}
+    strides = [f"stride_{x}_{a}" for x in ("kc", "vc") for a in "phs"]
+    strides += ["stride_k_t", "stride_k_h", "stride_v_t", "stride_v_h"]
+    signature = pointers | {"slot_mapping_ptr": "*i64", "num_tokens": "i32"}
+    signature |= dict.fromkeys(strides, "i32")
+    g = config.geometry
+    constants = {
+        "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
+    }  # fmt: skip
+    aligned = [*pointers, *strides]
+    return _compile(cache_write._write_kv_kernel, signature, constants, aligned, arch, 4)
+
+
+def resources(kernel, config, dtype, arch):
+    """Compile one kernel and report what it takes."""
+    g = config.geometry
+    if kernel == "prefill":
+        compiled, tiles = compile_prefill(config, dtype, arch)
+        num_warps = tiles.num_warps
+    elif kernel == "decode":
+        compiled, tiles = compile_decode(config, dtype, arch)
+        num_warps = tiles.num_warps
+    elif kernel == "plan":
+        compiled, num_warps = compile_plan(config, arch), 8
+    else:
+        compiled, num_warps = compile_cache_write(config, dtype, arch), 4
+    registers, spill_bytes = _measure(compiled, arch)
+    ptx = compiled.asm["ptx"]
+    return Resources(
+        kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, num_warps, registers,
+        spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
+        ptx.count("cp.async.bulk.tensor"),
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=list(DEVICES))
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 96, 128, 256])
+    parser.add_argument("--page-size", type=int, nargs="+", default=[64, 16])
+    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(ELEMENT_SIZE))
+    parser.add_argument("--heads", default="32/8", help="query/KV heads")
+    parser.add_argument("--kernel", nargs="+", default=["prefill", "decode"])
+    args = parser.parse_args()
+    hq, hkv = map(int, args.heads.split("/"))
+    for arch in args.arch:
+        for d in args.head_dim:
+            for page in args.page_size:
+                for dtype in args.dtype:
+                    g = policy.Geometry(hq, hkv, d, page, ELEMENT_SIZE[dtype])
+                    config = policy.choose(g, DEVICES[arch])
+                    for kernel in args.kernel:
+                        print(json.dumps(asdict(resources(kernel, config, dtype, arch))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Ragged batches over a poisoned paged cache, shared by the interpreter and the GPU tests.
+
+Everything nobody owns is NaN: page tails, unowned pages, scratch, query rows of no request.
+Unused block-table entries point far outside the cache.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from reference import paged_attention
+
+from tilewise.attention import PagedAttention
+
+NOWHERE = 2_147_480_000  # an unused block-table entry: reading through it faults or is absurd
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch: ``requests`` are (query tokens, context tokens)."""
+
+    requests: tuple[tuple[int, int], ...]
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 64
+    dtype: torch.dtype = torch.float32
+    layout: str = "nhd"
+    decode_query_len: int = 1
+    pad_tokens: int = 3
+    pad_requests: int = 0
+    label: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads = f"{self.num_q_heads}-{self.num_kv_heads}-{self.head_dim}"
+        lengths = "_".join(f"{q}at{q + c}" for q, c in self.requests[:4])
+        return self.label or f"{heads}-p{self.page_size}-{dtype}-{self.layout}-{lengths}"
+
+
+@dataclass
+class Batch:
+    """A case's tensors; ``query_start_loc``, ``seq_lens`` also as lists."""
+
+    case: Case
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    qsl: list[int]
+    lens: list[int]
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        return torch.tensor(self.qsl, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return torch.tensor(self.lens, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that belong to a request."""
+        return self.qsl[-1]
+
+    @property
+    def k_cache(self) -> torch.Tensor:
+        return self.kv_cache[..., : self.case.head_dim]
+
+    @property
+    def v_cache(self) -> torch.Tensor:
+        return self.kv_cache[..., self.case.head_dim :]
+
+
+def empty_cache(case: Case, num_pages: int, device: str) -> torch.Tensor:
+    """A NaN cache ``[pages, heads, page, 2 D]`` in the case's memory layout."""
+    h, n, d2 = case.num_kv_heads, case.page_size, 2 * case.head_dim
+    shapes = {
+        "nhd": ((num_pages, n, h, d2), (0, 2, 1, 3)),
+        "hnd": ((num_pages, h, n, d2), (0, 1, 2, 3)),
+        # Two layers' blocks interleaved: the page stride is twice a page.
+        "cross_layer": ((num_pages, 2, n, h, d2), None),
+    }
+    shape, order = shapes[case.layout]
+    memory = torch.full(shape, float("nan"), dtype=case.dtype, device=device)
+    return memory[:, 0].permute(0, 2, 1, 3) if order is None else memory.permute(*order)
+
+
+def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
+    """Random queries, keys and values in permuted pages, NaN elsewhere."""
+    gen = torch.Generator().manual_seed(seed)
+    lens = [q + c for q, c in case.requests]
+    num_pages = [-(-n // case.page_size) for n in lens]
+    order = torch.randperm(sum(num_pages) + 3, generator=gen)
+    cache = empty_cache(case, len(order), device)
+    width = max(num_pages) + 2
+    table = torch.full((len(lens) + case.pad_requests, width), NOWHERE, dtype=torch.int32)
+    taken = 0
+    for r, n in enumerate(lens):
+        pages = order[taken : taken + num_pages[r]]
+        taken += num_pages[r]
+        table[r, : len(pages)] = pages.int()
+        for i, page in enumerate(pages.tolist()):
+            used = min(case.page_size, n - i * case.page_size)
+            rows = torch.randn(case.num_kv_heads, used, 2 * case.head_dim, generator=gen)
+            cache[page, :, :used] = rows.to(device=device, dtype=case.dtype)
+    qsl = [0]
+    for q_len, _ in case.requests:
+        qsl.append(qsl[-1] + q_len)
+    shape = (qsl[-1] + case.pad_tokens, case.num_q_heads, case.head_dim)
+    q = torch.randn(shape, generator=gen).to(device=device, dtype=case.dtype)
+    q[qsl[-1] :] = float("nan")
+    qsl += [qsl[-1]] * case.pad_requests
+    lens += [0] * case.pad_requests
+    return Batch(case, q, cache, table.to(device), qsl, lens)
+
+
+def make_attention(case: Case, device: str, **overrides) -> PagedAttention:
+    """A ``PagedAttention`` with room to spare and NaN scratch."""
+    reqs = len(case.requests) + case.pad_requests
+    tokens = sum(q for q, _ in case.requests) + case.pad_tokens
+    kwargs = {"max_num_reqs": reqs + 2, "max_num_tokens": tokens + 7} | overrides
+    attn = PagedAttention(
+        case.num_q_heads, case.num_kv_heads, case.head_dim, page_size=case.page_size,
+        dtype=case.dtype, device=device, decode_query_len=case.decode_query_len, **kwargs,
+    )  # fmt: skip
+    poison_scratch(attn)
+    return attn
+
+
+def poison_scratch(attn: PagedAttention) -> None:
+    """NaN in every scratch byte that a kernel may only read after writing it."""
+    for buffer in (attn._partial_acc, attn._partial_m, attn._partial_l):
+        buffer.fill_(float("nan"))
+    for buffer in (attn._tile_req, attn._tile_token, attn._worker_req):
+        buffer.fill_(NOWHERE)
+
+
+def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
+    """Plan with the batch's own bounds."""
+    kwargs = {
+        "num_tokens": batch.q.shape[0],
+        "max_query_len": max(q for q, _ in batch.case.requests),
+    } | overrides
+    return attn.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, **kwargs)
+
+
+def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+    """Assert that ``out`` (and ``lse``) is right where rows are owned.
+
+    Allowed: four times the error that the same maths makes in torch at the batch's dtype, and
+    never less than a few roundings of the output.
+    """
+    case = batch.case
+    scale = case.head_dim**-0.5
+    args = (batch.q, batch.k_cache, batch.v_cache, batch.qsl, batch.lens, batch.block_table, scale)
+    expected, expected_lse = paged_attention(*args, dtype=torch.float32)
+    same_dtype, _ = paged_attention(*args, dtype=case.dtype)
+    n = batch.num_tokens
+    torch_error = (same_dtype[:n].float() - expected[:n]).abs().max().item()
+    error = (out[:n].float() - expected[:n]).abs().max().item()
+    allowed = max(4 * torch_error, 8 * torch.finfo(case.dtype).eps)
+    assert error <= allowed, f"max error {error:.3g}, allowed {allowed:.3g} ({case})"
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(
+            lse[:n], expected_lse[:n], atol=2e-3 if case.dtype != torch.float32 else 1e-5, rtol=1e-4
+        )
+
+
+def run_and_check(case: Case, device: str, seed: int = 0, **overrides) -> None:
+    """Plan, run and compare one case; rows of no request must come back untouched."""
+    batch = make_batch(case, device, seed)
+    attn = make_attention(case, device, **overrides)
+    plan_batch(attn, batch)
+    out = torch.full_like(batch.q, 7.0)
+    out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True)
+    check(batch, out, lse)
+    assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
+    assert not attn._arrivals.any(), "arrival counters must be zero between launches"

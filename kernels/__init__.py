@@ -6,6 +6,4 @@ This package imports torch and Triton only. Import the module that is needed, fo
 
 # Run from a checkout, the bare folder name would hide another project's package.
 if __name__ == "kernels":
-    raise ImportError(
-        "this folder is tilewise.kernels; set PYTHONSAFEPATH=1 or leave the checkout"
-    )
+    raise ImportError("this folder is tilewise.kernels; set PYTHONSAFEPATH=1 or leave the checkout")

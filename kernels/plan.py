@@ -27,6 +27,20 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
     return lo
 
 
+@triton.jit
+def _active_workers(total, items, MIN_UNITS: tl.constexpr, NUM_WORKERS: tl.constexpr):
+    """Workers that balance walking against merging; see ``tilewise.policy.active_workers``."""
+    lo = tl.minimum(total, 1)
+    hi = tl.minimum(tl.cdiv(total, MIN_UNITS), NUM_WORKERS) + 1
+    limit = 2 * total.to(tl.int64) * items
+    while hi - lo > 1:  # integer square root: floats would round differently from Python
+        mid = (lo + hi) // 2
+        fits = mid.to(tl.int64) * mid <= limit
+        lo = tl.where(fits, mid, lo)
+        hi = tl.where(fits, hi, mid)
+    return lo
+
+
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["num_reqs"])
 def _plan_kernel(
     header_ptr,
@@ -55,6 +69,7 @@ def _plan_kernel(
     offs_r = tl.arange(0, BLOCK_R)
     num_tiles = 0
     total = 0
+    items = 0
     tl.store(cu_tiles_ptr, 0)
     tl.store(cu_work_ptr, 0)
     for base in range(0, num_reqs, BLOCK_R):
@@ -74,7 +89,8 @@ def _plan_kernel(
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
         num_tiles += tl.sum(tiles, 0)
         total += tl.sum(work, 0)
-    active = tl.minimum(tl.cdiv(total, MIN_UNITS), NUM_WORKERS)
+        items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
+    active = _active_workers(total, items, MIN_UNITS, NUM_WORKERS)
     quota = total // tl.maximum(active, 1)
     remainder = total - quota * active
     tl.store(header_ptr, num_tiles)

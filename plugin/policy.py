@@ -4,6 +4,7 @@ No torch and no GPU here, so the whole policy can be tested on a laptop.  ``plan
 twin of the plan kernel (``tilewise.kernels.plan``): the same rule on host integers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -157,25 +158,29 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
         prefill=_prefill_tiles(geometry, device),
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
-        min_units=max(1, 128 // decode.block_n),
+        min_units=max(1, 64 // decode.block_n),
     )
 
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
-    d, fp32 = geometry.block_d, geometry.element_size == 4
-    block_m = max(128, next_power_of_2(geometry.group_size))
-    if fp32:
-        block_m, block_n, num_warps, num_stages = max(64, block_m // 2), 32, 4, 2
+    d, group = geometry.block_d, next_power_of_2(geometry.group_size)
+    if geometry.element_size == 4:
+        tiles = Tiles(max(64, group), 32, d, num_warps=4, num_stages=2, use_tma=False)
+    elif device.arch >= 90 and d <= 128:
+        # 64 rows of 4 warps leave room for two or three programs an SM; measured best at short
+        # and level with 128 rows at long sequences (bench/NOTES.md).  Without whole pages the
+        # addresses take registers, so twice the rows share them among eight warps.
+        tiles = Tiles(max(64, group), 64, d, num_warps=4, num_stages=3, use_tma=True)
+        if not _tma_fits(tiles, geometry, device):
+            tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
-        # Four warps hold 128 x 128 fp32 accumulators without spilling at D 128 and run two
-        # programs an SM; at D 256 eight are needed.
-        block_n, num_warps, num_stages = 64, (4 if d <= 128 else 8), 2
+        tiles = Tiles(128, 64, d, num_warps=8, num_stages=2, use_tma=True)
     elif d <= 128:
-        block_n, num_warps, num_stages = 64, (4 if d <= 64 else 8), 2
+        tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
     else:
-        block_n, num_warps, num_stages = 32, 8, 2
-    tiles = Tiles(block_m, block_n, d, num_warps, num_stages, use_tma=False)
-    return _fit(replace(tiles, use_tma=_tma_fits(tiles, geometry, device)), geometry, device)
+        tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
+    tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+    return _fit(tiles, geometry, device)
 
 
 def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> Tiles:
@@ -183,7 +188,9 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=False)
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True)
+    if not _tma_fits(tiles, geometry, device):
+        tiles = Tiles(block_m, 32, d, num_warps=4, num_stages=4, use_tma=False)
     return _fit(tiles, geometry, device)
 
 
@@ -219,7 +226,19 @@ def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    return max(1, min(3, device.shared_memory // shared_memory(tiles, geometry)))
+    wanted = 2 if tiles.use_tma else 3
+    return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
+
+
+def active_workers(total: int, items: int, config: Config) -> int:
+    """How many workers share ``total`` units of ``items`` (request, KV head, query tile).
+
+    With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
+    ``w / items`` pieces.  A unit costs about as much as two merged pieces, so the sum is least at
+    ``w * w = 2 * total * items``; small batches stop there, large ones at the last worker.
+    """
+    limit = min(cdiv(total, config.min_units), config.num_workers)
+    return min(limit, max(math.isqrt(2 * total * items), 1)) if total else 0
 
 
 def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
@@ -257,15 +276,17 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     block_q = config.prefill_block_q
     tiles: list[tuple[int, int]] = []
     work: list[int] = []
+    items = 0
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         work.append(0)
         if query_len > DECODE_MAX_QUERY_LEN:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)
+            items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = min(cdiv(total, config.min_units), config.num_workers)
+    active = active_workers(total, items, config)
     quota, remainder = divmod(total, active) if active else (0, 0)
     worker_req = []
     r = 0
@@ -283,19 +304,22 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     )
 
 
-def decode_units(query_len: int, seq_len: int, config: Config) -> int:
-    """Units of one decode request: query tiles x key tiles x KV heads."""
+def decode_items(query_len: int, config: Config) -> int:
+    """Items of one decode request: query tiles x KV heads."""
     tiles_m = cdiv(query_len * config.geometry.group_size, config.decode.block_m)
-    return tiles_m * max(cdiv(seq_len, config.decode.block_n), 1) * config.geometry.num_kv_heads
+    return tiles_m * config.geometry.num_kv_heads
+
+
+def decode_units(query_len: int, seq_len: int, config: Config) -> int:
+    """Units of one decode request: its items times their key tiles."""
+    return decode_items(query_len, config) * max(cdiv(seq_len, config.decode.block_n), 1)
 
 
 def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:
     """How many workers share each (KV head, query tile) of a decode request."""
     _, _, quota, remainder = plan.header
     begin, end = plan.cu_work[request], plan.cu_work[request + 1]
-    items = config.geometry.num_kv_heads * cdiv(
-        query_len * config.geometry.group_size, config.decode.block_m
-    )
+    items = decode_items(query_len, config)
     if begin == end:
         return []
     length = (end - begin) // items

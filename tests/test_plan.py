@@ -1,0 +1,175 @@
+"""The plan kernel and its Python twin: equal, and right about every key of every request."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import NOWHERE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tilewise import policy
+from tilewise.attention import PagedAttention
+from tilewise.errors import UnsupportedConfig
+
+H200 = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
+LLAMA = policy.Geometry(32, 8, 128, 64, 2)
+
+requests = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 20), st.integers(0, 3000)), st.one_of(st.just(0), st.integers(0, 9000))
+    ),
+    max_size=40,
+)  # fmt: skip
+geometries = st.builds(
+    lambda group, hkv, d, page: policy.Geometry(group * hkv, hkv, d, page, 2),
+    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 48, 128]), st.sampled_from([1, 2, 8]),
+    st.sampled_from([64, 80, 96, 128, 256]), st.sampled_from([16, 48, 64, 128, 528]),
+)  # fmt: skip
+devices = st.sampled_from(
+    [H200, policy.INTERPRETER, policy.Device(80, 108, 163 * 1024), policy.Device(89, 128, 99 * 1024)]
+)  # fmt: skip
+
+
+def lengths(batch):
+    return [q for q, _ in batch], [q + c for q, c in batch]
+
+
+@given(requests, geometries, devices, st.integers(1, 16))
+@settings(max_examples=300, deadline=None)
+def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_query_len):
+    """Workers' stretches cover all units in order; tiles cover every prefill token."""
+    config = policy.choose(geometry, device, decode_query_len)
+    query_lens, seq_lens = lengths(batch)
+    plan = policy.plan_batch(query_lens, seq_lens, config)
+    tiles, active, quota, remainder = plan.header
+    total = plan.cu_work[-1]
+    assert quota * active + remainder == total
+    assert 0 <= active <= config.num_workers
+    assert (active > 0) == (total > 0)
+    assert remainder < max(active, 1)
+    for worker, r in enumerate(plan.worker_req):
+        unit = worker * quota + min(worker, remainder)
+        assert plan.cu_work[r] <= unit < plan.cu_work[r + 1]
+    covered = {(r, t) for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
+               for t in range(first, min(first + config.prefill_block_q, query_lens[r]))}  # fmt: skip
+    wanted = {(r, t) for r, q in enumerate(query_lens) if q > 16 for t in range(q)}
+    assert covered == wanted
+    bound = policy.max_prefill_tiles(sum(query_lens), len(batch), config.prefill_block_q)
+    assert tiles == len(plan.tile_req) <= bound
+
+
+@given(requests, st.integers(1, 16))
+@settings(max_examples=100, deadline=None)
+def test_splits_follow_lengths_and_sms(batch, decode_query_len):
+    """No item is cut finer than its key tiles; splits of all items add up to the pieces."""
+    config = policy.choose(LLAMA, H200, decode_query_len)
+    query_lens, seq_lens = lengths(batch)
+    plan = policy.plan_batch(query_lens, seq_lens, config)
+    pieces = 0
+    for r, q in enumerate(query_lens):
+        splits = policy.kv_splits(plan, r, q, config)
+        if not 0 < q <= policy.DECODE_MAX_QUERY_LEN:
+            assert splits == []
+            continue
+        tiles = max(policy.cdiv(seq_lens[r], config.decode.block_n), 1)
+        assert all(1 <= s <= tiles for s in splits)
+        pieces += sum(splits)
+    items = sum(policy.decode_items(q, config) for q in query_lens if 0 < q <= 16)
+    assert pieces <= items + max(plan.header[1] - 1, 0)
+
+
+def test_long_context_uses_every_sm_and_short_does_not():
+    config = policy.choose(LLAMA, H200)
+    assert policy.plan_batch([1], [131072], config).header[1] == config.num_workers
+    few = policy.plan_batch([1], [1024], config).header[1]
+    assert 8 < few < config.num_workers
+    assert policy.plan_batch([1], [1], config).header[1] == 8  # one key tile a head
+
+
+def test_neighbouring_batches_cost_alike():
+    """No cliff: one more request never makes any worker walk more than its share of it."""
+    config = policy.choose(LLAMA, H200)
+    for n in range(1, 80):
+        _, active, quota, _ = policy.plan_batch([1] * n, [8192] * n, config).header
+        assert active * (quota + 1) >= n * 128 * 8
+        assert quota <= n * 128 * 8 / active
+
+
+@pytest.fixture(scope="module")
+def plan_on(device):
+    def run(batch, config, max_reqs=48):
+        g = config.geometry
+        query_lens, seq_lens = lengths(batch)
+        attn = PagedAttention(
+            g.num_q_heads, g.num_kv_heads, g.head_dim, page_size=g.page_size,
+            dtype=torch.bfloat16, max_num_reqs=max_reqs, max_num_tokens=200_000, device=device,
+            config=config,
+        )  # fmt: skip
+        for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_req):
+            buffer.fill_(NOWHERE)
+        ints = {"dtype": torch.int32, "device": device}
+        qsl = torch.tensor([sum(query_lens[:i]) for i in range(len(batch) + 1)], **ints)
+        attn.plan(
+            qsl, torch.tensor(seq_lens, **ints), torch.zeros((len(batch), 150), **ints),
+            num_tokens=sum(query_lens), max_query_len=3000,
+        )  # fmt: skip
+        n, active = attn._header[0].item(), attn._header[1].item()
+        return policy.BatchPlan(
+            header=tuple(attn._header.tolist()),
+            tile_req=tuple(attn._tile_req[:n].tolist()),
+            tile_token=tuple(attn._tile_token[:n].tolist()),
+            cu_work=tuple(attn._cu_work[: len(batch) + 1].tolist()),
+            worker_req=tuple(attn._worker_req[:active].tolist()),
+        )
+
+    return run
+
+
+@given(batch=requests.filter(len), geometry=geometries, decode_query_len=st.sampled_from([1, 5]))
+@settings(max_examples=40, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len):
+    config = policy.choose(geometry, H200, decode_query_len)
+    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+
+
+def test_plan_kernel_equals_its_twin_beyond_one_block_of_requests(plan_on):
+    config = policy.choose(LLAMA, H200)
+    batch = [(1 + i % 18, 37 * i % 4000) for i in range(2500)]
+    assert plan_on(batch, config, 3000) == policy.plan_batch(*lengths(batch), config)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_q_heads": 10, "num_kv_heads": 4}, "num_q_heads=10"),
+        ({"head_dim": 264}, "head_dim=264"),
+        ({"head_dim": 20}, "head_dim=20"),
+        ({"page_size": 8}, "page_size=8"),
+        ({"page_size": 24}, "page_size=24"),
+        ({"num_q_heads": 258, "num_kv_heads": 2}, "129"),
+        ({"element_size": 1}, "element_size=1"),
+    ],
+)
+def test_bad_geometry_is_named(change, named):
+    with pytest.raises(UnsupportedConfig, match=named):
+        dataclasses.replace(LLAMA, **change)
+
+
+def test_bad_device_and_query_length_are_named():
+    with pytest.raises(UnsupportedConfig, match=r"7\.5"):
+        policy.choose(LLAMA, policy.Device(75, 40, 64 * 1024))
+    with pytest.raises(UnsupportedConfig, match="decode_query_len=17"):
+        policy.choose(LLAMA, H200, 17)
+
+
+@given(geometries, devices, st.integers(1, 16))
+@settings(max_examples=200, deadline=None)
+def test_tiles_fit_the_device(geometry, device, decode_query_len):
+    config = policy.choose(geometry, device, decode_query_len)
+    for tiles in (config.prefill, config.decode):
+        assert policy.shared_memory(tiles, geometry) <= device.shared_memory
+        assert not tiles.use_tma or geometry.page_size % tiles.block_n == 0
+        assert tiles.block_d >= geometry.head_dim
+    assert config.prefill.block_m >= geometry.group_size

@@ -191,7 +191,8 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True)
     if not _tma_fits(tiles, geometry, device):
         tiles = Tiles(block_m, 32, d, num_warps=4, num_stages=4, use_tma=False)
-    return _fit(tiles, geometry, device)
+    # Two programs an SM, or one waits for memory while nobody computes.
+    return _fit(tiles, geometry, replace(device, shared_memory=device.shared_memory // 2))
 
 
 def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:

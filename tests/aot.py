@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import triton
@@ -27,6 +28,7 @@ DEVICES = {
     90: policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024),
     100: policy.Device(arch=100, num_sms=148, shared_memory=227 * 1024),
 }
+KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -190,6 +192,12 @@ def resources(kernel, config, dtype, arch):
     )  # fmt: skip
 
 
+def configured(dtype, arch, head_dim, page_size, heads=(32, 8)):
+    """The policy's configuration of one variant."""
+    geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
+    return policy.choose(geometry, DEVICES[arch])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=list(DEVICES))
@@ -197,17 +205,16 @@ def main():
     parser.add_argument("--page-size", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(ELEMENT_SIZE))
     parser.add_argument("--heads", default="32/8", help="query/KV heads")
-    parser.add_argument("--kernel", nargs="+", default=["prefill", "decode"])
+    parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--job", type=Path, help="JSON list of [kernel, dtype, arch, head_dim, page_size]")
     args = parser.parse_args()
-    hq, hkv = map(int, args.heads.split("/"))
-    for arch in args.arch:
-        for d in args.head_dim:
-            for page in args.page_size:
-                for dtype in args.dtype:
-                    g = policy.Geometry(hq, hkv, d, page, ELEMENT_SIZE[dtype])
-                    config = policy.choose(g, DEVICES[arch])
-                    for kernel in args.kernel:
-                        print(json.dumps(asdict(resources(kernel, config, dtype, arch))), flush=True)
+    variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
+    if args.job:
+        variants = json.loads(args.job.read_text())
+    heads = tuple(map(int, args.heads.split("/")))
+    for kernel, dtype, arch, head_dim, page_size in variants:
+        config = configured(dtype, arch, head_dim, page_size, heads)
+        print(json.dumps(asdict(resources(kernel, config, dtype, arch))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Every kernel variant compiles for sm_80, sm_89, sm_90 and sm_100, within its budget.
+
+No GPU is needed.  Compilation runs in a process of its own, since the interpreter's switch must be
+off there, and its results are kept by a digest of the sources and of Triton's version.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+OLD_TRITON = ROOT / ".venv" / "triton36"
+
+# Registers are bounded by the hardware (255); what may grow unseen is spilling and memory.
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Programs that must fit on one SM together, by the registers and shared memory they take.
+DECODE_PROGRAMS = {80: 2, 89: 1, 90: 2, 100: 2}
+ATTENTION = ("prefill", "decode")
+QUICK = [
+    *((k, "bf16", arch, d, page) for k in ATTENTION for arch in (80, 90, 100)
+      for d in (64, 128, 256) for page in (64, 16)),
+    *((k, t, arch, d, 64) for k in ATTENTION
+      for t, arch, d in (("bf16", 90, 96), ("fp16", 90, 128), ("fp32", 90, 64), ("bf16", 89, 128))),
+    *((k, "bf16", arch, 128, 64) for k in ("plan", "cache_write") for arch in (80, 90, 100)),
+]  # fmt: skip
+OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90, 100)]
+assert len(QUICK) + len(OLD) <= 60, "keep `make test` quick; more variants belong into FULL"
+FULL = [
+    (k, t, arch, d, page)
+    for k in ATTENTION
+    for t in ("bf16", "fp16")
+    for arch in (80, 89, 90, 100)
+    for d in (64, 80, 96, 128, 192, 256)
+    for page in (16, 48, 64, 128)
+]
+
+
+def spill_budget(arch: int, head_dim: int, kernel: str) -> int:
+    """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
+    if kernel != "prefill":
+        return 64
+    if head_dim > 128:
+        return 640 if arch < 90 else 256
+    return 160 if arch < 90 else 64
+
+
+def compile_variants(variants, tmp_path_factory, old_triton=False):
+    """Resources of every variant, from the cache of this source and Triton version if there."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONSAFEPATH"] = "1"
+    if old_triton:
+        env["PYTHONPATH"] = str(OLD_TRITON)
+    digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
+    sources = [*sorted((ROOT / "kernels").glob("*.py")), ROOT / "plugin/policy.py", TESTS / "aot.py"]
+    for source in sources:
+        digest.update(source.read_bytes())
+    probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    version = subprocess.run(probe, env=env, capture_output=True, text=True, check=True).stdout
+    digest.update(version.encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tilewise-tests"
+    kept = cache / f"aot-{digest.hexdigest()[:24]}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    job = tmp_path_factory.mktemp("aot") / "variants.json"
+    job.write_text(json.dumps(variants))
+    command = [sys.executable, str(TESTS / "aot.py"), "--job", str(job)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    cache.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(rows))
+    return rows
+
+
+def check_budget(rows, variants):
+    assert len(rows) == len(variants)
+    over = []
+    for r in rows:
+        budget = spill_budget(r["arch"], r["head_dim"], r["kernel"])
+        # fp32 products run without tensor cores and are not tuned.
+        if r["dtype"] != "fp32" and r["spill_bytes"] > budget:
+            over.append(f"spills {r['spill_bytes']} > {budget}: {r}")
+        if r["shared_bytes"] > SHARED_LIMIT[r["arch"]]:
+            over.append(f"shared memory {r['shared_bytes']}: {r}")
+        if r["kernel"] == "decode" and r["dtype"] != "fp32":
+            programs = DECODE_PROGRAMS[r["arch"]]
+            if r["registers"] * r["num_warps"] * 32 * programs > 65536:
+                over.append(f"{programs} decode programs an SM need fewer registers: {r}")
+            if r["shared_bytes"] * programs > SHARED_LIMIT[r["arch"]]:
+                over.append(f"{programs} decode programs an SM need less shared memory: {r}")
+    assert not over, "\n".join(over)
+
+
+def test_variants_stay_within_budget(tmp_path_factory):
+    rows = compile_variants(QUICK, tmp_path_factory)
+    check_budget(rows, QUICK)
+    # fp32 has no wgmma; everything else must use it, and the copy engine where pages are whole.
+    hopper = [r for r in rows if (r["arch"], r["kernel"]) == (90, "prefill")]
+    hopper = [r for r in hopper if r["dtype"] != "fp32"]
+    assert hopper
+    assert all(r["wgmma"] > 0 for r in hopper)
+    assert all((r["tma"] > 0) == (r["page_size"] % 64 == 0) for r in hopper)
+
+
+def test_variants_stay_within_budget_on_triton_36(tmp_path_factory):
+    if not OLD_TRITON.is_dir():
+        pytest.skip("Triton 3.6 is not set up (.venv/triton36)")
+    assert importlib.util.find_spec("triton") is not None
+    check_budget(compile_variants(OLD, tmp_path_factory, old_triton=True), OLD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_variants_stay_within_budget(tmp_path_factory):
+    check_budget(compile_variants(FULL, tmp_path_factory), FULL)

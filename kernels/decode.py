@@ -1,8 +1,8 @@
 """Split-KV decode (flash-decoding) as even ranges of key tiles over a fixed set of workers.
 
 All key tiles of all decode requests, in the order (request, KV head, query tile, key tile), form
-one line of ``total`` units.  Worker ``w`` of ``active`` takes the ``w``-th of ``active`` equal
-stretches, whatever requests they cut: every SM reads the same amount, and the launch geometry
+one line of ``total`` units (an item also pays a few units for starting).  Worker ``w`` of
+``active`` takes the ``w``-th of ``active`` equal stretches, whatever requests they cut: every SM reads the same amount, and the launch geometry
 never depends on the lengths (so one CUDA graph serves all of them).  An item, one (request, KV
 head, query tile), that several workers share leaves fp32 partials in scratch; the last of them to
 arrive merges the pieces in their order, so results repeat from run to run.
@@ -20,12 +20,15 @@ from tilewise.kernels.online_softmax import softmax_finish
 
 
 @triton.jit
-def _owner(unit, quota, remainder):
-    """The worker whose stretch holds ``unit``: the first ``remainder`` take ``quota + 1`` units."""
-    long_part = remainder * (quota + 1)
-    in_long = unit // (quota + 1)
-    in_short = remainder + (unit - long_part) // tl.maximum(quota, 1)
-    return tl.where(unit < long_part, in_long, in_short)
+def _first_unit(worker, total, active):
+    """Where a worker's stretch starts; see ``tilewise.policy.first_unit``."""
+    return (worker.to(tl.int64) * total // active).to(tl.int32)
+
+
+@triton.jit
+def _owner(unit, total, active):
+    """The worker whose stretch holds ``unit``: the inverse of ``_first_unit``."""
+    return (((unit.to(tl.int64) + 1) * active - 1) // total).to(tl.int32)
 
 
 @triton.jit
@@ -98,6 +101,7 @@ def _decode_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ITEM_OVERHEAD: tl.constexpr,
     HAS_LSE: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,12 +112,12 @@ def _decode_kernel(
 ):
     """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
     worker = tl.program_id(0)
-    if worker >= tl.load(header_ptr + 1):
+    active = tl.load(header_ptr + 1)
+    if worker >= active:
         return
-    quota = tl.load(header_ptr + 2)
-    remainder = tl.load(header_ptr + 3)
-    cursor = worker * quota + tl.minimum(worker, remainder)
-    stretch_end = cursor + quota + tl.where(worker < remainder, 1, 0)
+    total = tl.load(header_ptr + 2)
+    cursor = _first_unit(worker, total, active)
+    stretch_end = _first_unit(worker + 1, total, active)
     req = tl.load(worker_req_ptr + worker)
     rows = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -126,12 +130,16 @@ def _decode_kernel(
         seq_len = tl.load(seq_lens_ptr + req)
         tiles_n = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, BLOCK_M)
+        length = tiles_n + ITEM_OVERHEAD  # units of one item
         local = cursor - tl.load(cu_work_ptr + req)
-        item = local // tiles_n
-        lo = local - item * tiles_n
-        hi = tl.minimum(tiles_n, lo + stretch_end - cursor)
+        item = local // length
         kv_head = item // tiles_m
         m_tile = item - kv_head * tiles_m
+        # This stretch's part of the item, in units, then in key tiles (perhaps none).
+        begin = local - item * length
+        end = tl.minimum(length, begin + stretch_end - cursor)
+        lo = (begin.to(tl.int64) * tiles_n // length).to(tl.int32)
+        hi = (end.to(tl.int64) * tiles_n // length).to(tl.int32)
 
         flat = m_tile * BLOCK_M + rows
         row_ok = flat < query_len * GROUP_SIZE
@@ -174,17 +182,17 @@ def _decode_kernel(
         )  # fmt: skip
 
         complete = True
-        if hi - lo < tiles_n:
-            slot = (2 * worker + tl.where(lo == 0, 1, 0)).to(tl.int64)
+        if end - begin < length:
+            slot = (2 * worker + tl.where(begin == 0, 1, 0)).to(tl.int64)
             acc_ptrs = (
                 partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
             )
             tl.store(acc_ptrs, acc, mask=row_ok[:, None])
             tl.store(partial_m_ptr + slot * BLOCK_M + rows, m_i, mask=row_ok)
             tl.store(partial_l_ptr + slot * BLOCK_M + rows, l_i, mask=row_ok)
-            begin = cursor - lo
-            first = _owner(begin, quota, remainder)
-            pieces = _owner(begin + tiles_n - 1, quota, remainder) - first + 1
+            item_unit = cursor - begin
+            first = _owner(item_unit, total, active)
+            pieces = _owner(item_unit + length - 1, total, active) - first + 1
             # Every thread's partial must be out before the one atomic that announces it.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
@@ -207,7 +215,7 @@ def _decode_kernel(
                 tl.store(
                     lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok
                 )
-        cursor += hi - lo
+        cursor += end - begin
 
 
 def decode_attention(
@@ -227,6 +235,7 @@ def decode_attention(
     arrivals: torch.Tensor,
     scale: float,
     *,
+    item_overhead: int,
     block_m: int,
     block_n: int,
     block_d: int,
@@ -247,7 +256,7 @@ def decode_attention(
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it.
     header, cu_work, worker_req : Tensor, int32
-        The plan: even stretch and its remainder, work before each request, each worker's start.
+        The plan: active workers and total units, units before each request, each worker's start.
     partial_acc : Tensor[2 * num_workers, block_m, block_d], fp32
     partial_m, partial_l : Tensor[2 * num_workers, block_m], fp32
         Scratch for items that several workers share.
@@ -262,7 +271,8 @@ def decode_attention(
         scale * 1.4426950408889634,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
-        HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
+        HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
+        HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
         num_warps=num_warps,

@@ -3,15 +3,14 @@
 It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test holds the two
 equal).  One program, once a step; the host never learns the lengths.
 
-``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] units every worker takes,
-[3] how many workers take one more.
+``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-HEADER_SIZE = 4
+HEADER_SIZE = 3
 
 
 @triton.jit
@@ -28,17 +27,20 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
 
 
 @triton.jit
-def _active_workers(total, items, MIN_UNITS: tl.constexpr, NUM_WORKERS: tl.constexpr):
+def _active_workers(total, items, ITEM_OVERHEAD: tl.constexpr, NUM_WORKERS: tl.constexpr):
     """Workers that balance walking against merging; see ``tilewise.policy.active_workers``."""
-    lo = tl.minimum(total, 1)
-    hi = tl.minimum(tl.cdiv(total, MIN_UNITS), NUM_WORKERS) + 1
+    most = tl.minimum(total - items * ITEM_OVERHEAD, NUM_WORKERS)
     limit = 2 * total.to(tl.int64) * items
+    lo = tl.minimum(total, 1)
+    hi = most + 1
     while hi - lo > 1:  # integer square root: floats would round differently from Python
         mid = (lo + hi) // 2
         fits = mid.to(tl.int64) * mid <= limit
         lo = tl.where(fits, mid, lo)
         hi = tl.where(fits, hi, mid)
-    return lo
+    whole = lo // tl.maximum(items, 1) * items
+    take_whole = (whole > 0) & ((lo < NUM_WORKERS) | (8 * whole >= 7 * lo))
+    return tl.where(take_whole, whole, lo)
 
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["num_reqs"])
@@ -59,7 +61,7 @@ def _plan_kernel(
     DECODE_BLOCK_M: tl.constexpr,
     DECODE_BLOCK_N: tl.constexpr,
     NUM_WORKERS: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
+    ITEM_OVERHEAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_LIST: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -82,26 +84,23 @@ def _plan_kernel(
         is_prefill = query_len > DECODE_MAX_QUERY_LEN
         tiles = tl.where(is_prefill, tl.cdiv(query_len, PREFILL_BLOCK_Q), 0)
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M)
-        # A request without keys still owns one unit: its rows must be written as zeros.
-        tiles_n = tl.maximum(tl.cdiv(seq_len, DECODE_BLOCK_N), 1)
-        work = tl.where(is_decode, tiles_m * tiles_n * NUM_KV_HEADS, 0)
+        # A request without keys still owns a tile: its rows must be written as zeros.
+        length = tl.maximum(tl.cdiv(seq_len, DECODE_BLOCK_N), 1) + ITEM_OVERHEAD
+        work = tl.where(is_decode, tiles_m * length * NUM_KV_HEADS, 0)
         tl.store(cu_tiles_ptr + r + 1, num_tiles + tl.cumsum(tiles, 0), mask=ok)
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
         num_tiles += tl.sum(tiles, 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
-    active = _active_workers(total, items, MIN_UNITS, NUM_WORKERS)
-    quota = total // tl.maximum(active, 1)
-    remainder = total - quota * active
+    active = _active_workers(total, items, ITEM_OVERHEAD, NUM_WORKERS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
-    tl.store(header_ptr + 2, quota)
-    tl.store(header_ptr + 3, remainder)
+    tl.store(header_ptr + 2, total)
 
     # The bisections read what other threads of this program wrote above.
     tl.debug_barrier()
     worker = tl.arange(0, BLOCK_W)
-    first_unit = worker * quota + tl.minimum(worker, remainder)
+    first_unit = (worker * total.to(tl.int64) // tl.maximum(active, 1)).to(tl.int32)
     w_ok = worker < active
     w_req = _find_request(cu_work_ptr, first_unit, num_reqs, w_ok, SEARCH_STEPS)
     tl.store(worker_req_ptr + worker, w_req, mask=w_ok)
@@ -133,13 +132,13 @@ def plan_on_device(
     prefill_block_q: int,
     decode_block_m: int,
     decode_block_n: int,
-    min_units: int,
+    item_overhead: int,
 ) -> None:
     """Write the plan of one batch into persistent buffers; no host sync.
 
     Parameters
     ----------
-    header : Tensor[4], int32
+    header : Tensor[3], int32
     tile_req, tile_token : Tensor[max_tiles], int32
         Request and first query token (within the request) of each prefill tile, longest first.
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
@@ -157,7 +156,7 @@ def plan_on_device(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
-        NUM_WORKERS=num_workers, MIN_UNITS=min_units,
+        NUM_WORKERS=num_workers, ITEM_OVERHEAD=item_overhead,
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
         SEARCH_STEPS=max_reqs.bit_length(), num_warps=8,

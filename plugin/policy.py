@@ -110,15 +110,16 @@ class Tiles:
 class Config:
     """Everything the plan and the two kernels are launched with.
 
-    ``num_workers`` decode programs share the batch's key tiles; each takes at least
-    ``min_units`` of them, so that short batches are not cut finer than a merge is worth.
+    ``num_workers`` decode programs share the batch's work, counted in key tiles; an item, one
+    (request, KV head, query tile), costs ``item_overhead`` more than its tiles, or whoever gets
+    many short requests would finish last.
     """
 
     geometry: Geometry
     prefill: Tiles
     decode: Tiles
     num_workers: int
-    min_units: int
+    item_overhead: int = 2
 
     @property
     def prefill_block_q(self) -> int:
@@ -158,7 +159,6 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
         prefill=_prefill_tiles(geometry, device),
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
-        min_units=max(1, 64 // decode.block_n),
     )
 
 
@@ -171,6 +171,8 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         # and level with 128 rows at long sequences (bench/NOTES.md).  Without whole pages the
         # addresses take registers, so twice the rows share them among eight warps.
         tiles = Tiles(max(64, group), 64, d, num_warps=4, num_stages=3, use_tma=True)
+        if d <= 64:
+            tiles = replace(tiles, block_m=128, num_warps=8)
         if not _tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
@@ -188,11 +190,17 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True)
-    if not _tma_fits(tiles, geometry, device):
+    # Whole pages by pointers, not by the copy engine: equally fast, cheaper to launch, and a masked
+    # copy fills the tail with zeros where a copied page would need a second, slower loop.
+    if geometry.page_size % block_n == 0:
+        tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=False)
+    else:
         tiles = Tiles(block_m, 32, d, num_warps=4, num_stages=4, use_tma=False)
-    # Two programs an SM, or one waits for memory while nobody computes.
-    return _fit(tiles, geometry, replace(device, shared_memory=device.shared_memory // 2))
+    # Two programs an SM where possible, or one waits for memory while nobody computes.
+    half = replace(device, shared_memory=device.shared_memory // 2)
+    smallest = replace(tiles, block_n=16, num_stages=1)
+    fits_twice = shared_memory(smallest, geometry) <= half.shared_memory
+    return _fit(tiles, geometry, half if fits_twice else device)
 
 
 def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
@@ -227,19 +235,36 @@ def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    wanted = 2 if tiles.use_tma else 3
+    wanted = 2 if tiles.block_n >= 64 else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
 def active_workers(total: int, items: int, config: Config) -> int:
-    """How many workers share ``total`` units of ``items`` (request, KV head, query tile).
+    """How many workers share ``total`` units of ``items`` items.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
     ``w / items`` pieces.  A unit costs about as much as two merged pieces, so the sum is least at
-    ``w * w = 2 * total * items``; small batches stop there, large ones at the last worker.
+    ``w * w = 2 * total * items``; small batches stop there, large ones at the last worker.  A
+    multiple of ``items`` cuts equal requests at their ends; it is taken where it idles few.
     """
-    limit = min(cdiv(total, config.min_units), config.num_workers)
-    return min(limit, max(math.isqrt(2 * total * items), 1)) if total else 0
+    if total == 0:
+        return 0
+    tiles = total - items * config.item_overhead
+    workers = min(tiles, config.num_workers, math.isqrt(2 * total * items))
+    whole = workers // items * items
+    if whole and (workers < config.num_workers or 8 * whole >= 7 * workers):
+        return whole
+    return workers
+
+
+def first_unit(worker: int, total: int, active: int) -> int:
+    """Where a worker's stretch starts; the stretches are as equal as integers allow."""
+    return worker * total // active
+
+
+def owner(unit: int, total: int, active: int) -> int:
+    """The worker whose stretch holds ``unit``: the inverse of ``first_unit``."""
+    return ((unit + 1) * active - 1) // total
 
 
 def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
@@ -252,7 +277,7 @@ def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
 class BatchPlan:
     """What the plan kernel writes for one batch; see ``plan_batch``."""
 
-    header: tuple[int, int, int, int]
+    header: tuple[int, int, int]
     tile_req: tuple[int, ...]
     tile_token: tuple[int, ...]
     cu_work: tuple[int, ...]
@@ -270,9 +295,9 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     Returns
     -------
     BatchPlan
-        ``header`` = (prefill tiles, active workers, units each takes, workers that take one
-        more); ``tile_req``/``tile_token`` per prefill tile, longest first; ``cu_work`` decode
-        units before each request; ``worker_req`` the request where each worker starts.
+        ``header`` = (prefill tiles, active workers, total units); ``tile_req``/``tile_token``
+        per prefill tile, longest first; ``cu_work`` decode units before each request;
+        ``worker_req`` the request where each worker starts.
     """
     block_q = config.prefill_block_q
     tiles: list[tuple[int, int]] = []
@@ -288,16 +313,14 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
     active = active_workers(total, items, config)
-    quota, remainder = divmod(total, active) if active else (0, 0)
     worker_req = []
     r = 0
     for worker in range(active):
-        unit = worker * quota + min(worker, remainder)
-        while cu_work[r + 1] <= unit:
+        while cu_work[r + 1] <= first_unit(worker, total, active):
             r += 1
         worker_req.append(r)
     return BatchPlan(
-        header=(len(tiles), active, quota, remainder),
+        header=(len(tiles), active, total),
         tile_req=tuple(r for r, _ in reversed(tiles)),
         tile_token=tuple(t for _, t in reversed(tiles)),
         cu_work=cu_work,
@@ -312,24 +335,19 @@ def decode_items(query_len: int, config: Config) -> int:
 
 
 def decode_units(query_len: int, seq_len: int, config: Config) -> int:
-    """Units of one decode request: its items times their key tiles."""
-    return decode_items(query_len, config) * max(cdiv(seq_len, config.decode.block_n), 1)
+    """Units of one decode request: its items times their key tiles and overhead."""
+    length = max(cdiv(seq_len, config.decode.block_n), 1) + config.item_overhead
+    return decode_items(query_len, config) * length
 
 
 def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:
-    """How many workers share each (KV head, query tile) of a decode request."""
-    _, _, quota, remainder = plan.header
+    """How many workers share each item of a decode request."""
+    _, active, total = plan.header
     begin, end = plan.cu_work[request], plan.cu_work[request + 1]
-    items = decode_items(query_len, config)
     if begin == end:
         return []
-    length = (end - begin) // items
-
-    def owner(unit: int) -> int:
-        long_part = remainder * (quota + 1)
-        if unit < long_part:
-            return unit // (quota + 1)
-        return remainder + (unit - long_part) // quota
-
-    starts = range(begin, end, length)
-    return [owner(start + length - 1) - owner(start) + 1 for start in starts]
+    length = (end - begin) // decode_items(query_len, config)
+    return [
+        owner(start + length - 1, total, active) - owner(start, total, active) + 1
+        for start in range(begin, end, length)
+    ]

@@ -122,6 +122,8 @@ def _compile_attention(kernel, config, dtype, arch, middle):
     head, tail, constants = _attention_signature(tiles, dtype, config.geometry.page_size)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
+    if kernel == "decode":
+        constants["ITEM_OVERHEAD"] = config.item_overhead
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
 
 
@@ -148,7 +150,7 @@ def compile_plan(config, arch, max_reqs=1024):
         "DECODE_MAX_QUERY_LEN": policy.DECODE_MAX_QUERY_LEN,
         "PREFILL_BLOCK_Q": config.prefill_block_q, "DECODE_BLOCK_M": config.decode.block_m,
         "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers,
-        "MIN_UNITS": config.min_units, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
+        "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(),
     }  # fmt: skip

@@ -44,7 +44,7 @@ def test_any_number_of_workers_gives_the_same_result(num_workers, device):
     """However the work is cut, pieces and whole items agree with the reference."""
     case = Case(((1, 0), (3, 250), (1, 129), (0, 0), (1, 63)), num_q_heads=6)
     config = make_attention(case, device).config
-    config = dataclasses.replace(config, num_workers=num_workers, min_units=1)
+    config = dataclasses.replace(config, num_workers=num_workers)
     run_and_check(case, device, config=config)
 
 

@@ -42,15 +42,16 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
     config = policy.choose(geometry, device, decode_query_len)
     query_lens, seq_lens = lengths(batch)
     plan = policy.plan_batch(query_lens, seq_lens, config)
-    tiles, active, quota, remainder = plan.header
-    total = plan.cu_work[-1]
-    assert quota * active + remainder == total
+    tiles, active, total = plan.header
+    assert total == plan.cu_work[-1]
     assert 0 <= active <= config.num_workers
     assert (active > 0) == (total > 0)
-    assert remainder < max(active, 1)
+    starts = [policy.first_unit(w, total, active) for w in range(active)] + [total]
     for worker, r in enumerate(plan.worker_req):
-        unit = worker * quota + min(worker, remainder)
-        assert plan.cu_work[r] <= unit < plan.cu_work[r + 1]
+        assert plan.cu_work[r] <= starts[worker] < plan.cu_work[r + 1]
+        assert starts[worker + 1] - starts[worker] in (total // active, total // active + 1)
+        for unit in (starts[worker], starts[worker + 1] - 1):
+            assert policy.owner(unit, total, active) == worker
     covered = {(r, t) for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
                for t in range(first, min(first + config.prefill_block_q, query_lens[r]))}  # fmt: skip
     wanted = {(r, t) for r, q in enumerate(query_lens) if q > 16 for t in range(q)}
@@ -72,28 +73,52 @@ def test_splits_follow_lengths_and_sms(batch, decode_query_len):
         if not 0 < q <= policy.DECODE_MAX_QUERY_LEN:
             assert splits == []
             continue
-        tiles = max(policy.cdiv(seq_lens[r], config.decode.block_n), 1)
-        assert all(1 <= s <= tiles for s in splits)
+        length = policy.decode_units(q, seq_lens[r], config) // policy.decode_items(q, config)
+        assert all(1 <= s <= length for s in splits)
         pieces += sum(splits)
     items = sum(policy.decode_items(q, config) for q in query_lens if 0 < q <= 16)
     assert pieces <= items + max(plan.header[1] - 1, 0)
 
 
-def test_long_context_uses_every_sm_and_short_does_not():
+def test_workers_follow_the_work():
     config = policy.choose(LLAMA, H200)
-    assert policy.plan_batch([1], [131072], config).header[1] == config.num_workers
-    few = policy.plan_batch([1], [1024], config).header[1]
-    assert 8 < few < config.num_workers
-    assert policy.plan_batch([1], [1], config).header[1] == 8  # one key tile a head
+
+    def active(batch):
+        return policy.plan_batch([1] * len(batch), batch, config).header[1]
+
+    assert active([1]) == 8  # one key tile a head
+    assert active([131072]) == config.num_workers
+    assert 8 < active([1024]) < active([8192]) < config.num_workers
+    # Equal requests are cut at their own ends while that leaves few workers idle.
+    assert active([4096] * 32) == 32 * 8
+    assert active([8192] * 17) == config.num_workers
+
+
+def test_equal_requests_are_cut_at_their_ends():
+    config = policy.choose(LLAMA, H200)
+    for n, keys in ((1, 1024), (1, 8192), (8, 4096), (32, 4096), (33, 4096)):
+        plan = policy.plan_batch([1] * n, [keys] * n, config)
+        splits = {s for r in range(n) for s in policy.kv_splits(plan, r, 1, config)}
+        assert splits == {plan.header[1] // (8 * n)}
 
 
 def test_neighbouring_batches_cost_alike():
-    """No cliff: one more request never makes any worker walk more than its share of it."""
+    """No cliff: one more request never makes any worker walk much more than its share."""
     config = policy.choose(LLAMA, H200)
     for n in range(1, 80):
-        _, active, quota, _ = policy.plan_batch([1] * n, [8192] * n, config).header
-        assert active * (quota + 1) >= n * 128 * 8
-        assert quota <= n * 128 * 8 / active
+        _, active, total = policy.plan_batch([1] * n, [8192] * n, config).header
+        assert active >= 7 / 8 * config.num_workers or n == 1
+        assert policy.cdiv(total, active) <= 8 / 7 * total / config.num_workers + 1 or n == 1
+
+
+def test_many_short_requests_do_not_fall_on_one_worker():
+    """Starting an item costs time too: requests of a key each must spread like long ones."""
+    config = policy.choose(LLAMA, H200)
+    lens = [1] * 64 + [16000] * 32
+    plan = policy.plan_batch([1] * len(lens), lens, config)
+    _, active, total = plan.header
+    short_units = plan.cu_work[64]
+    assert policy.owner(short_units - 1, total, active) >= 4
 
 
 @pytest.fixture(scope="module")

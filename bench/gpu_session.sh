@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a GPU machine that reaches no package index.
+#
+#   bench/gpu_session.sh [STEP...]        steps: unpack tests kernels serve (default: all but serve)
+#
+# Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
+# folder, cut into parts. Settings, by environment variable:
+#   PARTS  folder with the parts, named so that p* lists them in order   (default /tmp/parts)
+#   SITE   where they are unpacked; PYTHONPATH gets it                    (default /tmp/site)
+#   OUT    where result files go                                         (default bench/results/h200)
+#   COMMIT the commit to record, where the checkout came without its git folder
+#   TEST_ARGS KERNEL_ARGS SERVE_ARGS   more arguments for pytest and for `tilewise bench …`
+#   TEST_TIMEOUT KERNEL_TIMEOUT SERVE_TIMEOUT   seconds after which a step is ended
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+parts=${PARTS:-/tmp/parts} site=${SITE:-/tmp/site}
+out=${OUT:-$root/bench/results/h200}
+steps=${*:-unpack tests kernels}
+failed=0
+
+say() { printf '== %s (%(%T)T)\n' "$*" -1; }
+
+unpack() {
+    if [ -e "$site/.unpacked" ] || [ -e "$site/.complete" ]; then
+        return 0
+    fi
+    if ! compgen -G "$parts/p*" >/dev/null; then
+        echo "no parts in $parts: going on with the packages of this machine" >&2
+        return 0
+    fi
+    mkdir -p "$site"
+    cat "$parts"/p* | xz -dc -T0 | tar -C "$site" -xf - || return 1
+    # Compiling once is cheaper than in each of the processes that import it at the same time.
+    python3 -m compileall -q -j 0 "$site/vllm" "$site/transformers" >/dev/null 2>&1
+    touch "$site/.unpacked"
+}
+
+use_site() {
+    [ -d "$site" ] || return 0
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+    # A torch of the bundle looks for CUDA libraries that the machine's own torch brought.
+    if [ -d "$site/torch" ]; then
+        LD_LIBRARY_PATH=$(python3 - <<'PY'
+import glob
+import nvidia
+
+print(":".join(d for p in nvidia.__path__ for d in glob.glob(p + "/*/lib")))
+PY
+        )${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+        export LD_LIBRARY_PATH
+    fi
+}
+
+# Runs a command with the checkout importable as tilewise, plugin entry points included.
+run() { SETUP=0 "$root/tests/env.sh" run "$@"; }
+
+step() {
+    local name=$1
+    shift
+    say "$name"
+    "$@"
+    local code=$?
+    say "$name: exit $code"
+    [ $code = 0 ] || failed=1
+}
+
+describe() {
+    run python3 - <<'PY'
+import importlib.metadata as metadata
+
+import torch
+import triton
+
+names = [e.name for e in metadata.entry_points(group="vllm.general_plugins")]
+print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name())
+print("general plugins:", ", ".join(names))
+PY
+}
+
+tests() {
+    run timeout -k 20 "${TEST_TIMEOUT:-600}" python3 -m pytest -m "gpu and not vllm" -q \
+        -p no:cacheprovider --junitxml="$out/tests.xml" ${TEST_ARGS:-}
+}
+
+kernels() {
+    run timeout -k 20 "${KERNEL_TIMEOUT:-1500}" python3 -m tilewise.bench.kernels \
+        --out "$out/kernels.json" ${COMMIT:+--commit "$COMMIT"} ${KERNEL_ARGS:-}
+}
+
+serve() {
+    run timeout -k 60 "${SERVE_TIMEOUT:-1500}" python3 -m tilewise.bench.serve \
+        --out "$out/serve.json" --logs "$out/serve-logs" ${COMMIT:+--commit "$COMMIT"} \
+        ${SERVE_ARGS:-}
+}
+
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+case " $steps " in *" unpack "*) step unpack unpack ;; esac
+use_site
+step describe describe
+# Patterns among the arguments are for the commands, not for this shell.
+set -f
+for name in $steps; do
+    case $name in
+        unpack) ;;
+        tests | kernels | serve) step "$name" "$name" ;;
+        *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
+    esac
+done
+exit $failed

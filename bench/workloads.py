@@ -1,0 +1,183 @@
+"""Named serving workloads, the model they run on, and the commands that run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCAB_SIZE = 128256
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+VLLM_CLI = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one closed-loop benchmark.
+
+    Parameters
+    ----------
+    name : str
+        Stable name used in result files.
+    input_len, output_len : int
+        Tokens of prompt and answer; means where `range_ratio` is not zero.
+    num_prompts, concurrency : int
+        Requests in all, and at one time.
+    range_ratio : float
+        Lengths are uniform in ``len * (1 - ratio) ... len * (1 + ratio)``.
+    """
+
+    name: str
+    input_len: int
+    output_len: int
+    num_prompts: int
+    concurrency: int
+    range_ratio: float = 0.0
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of prompt plus answer, in tokens."""
+        return int((self.input_len + self.output_len) * (1 + self.range_ratio)) + 2
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("s_1k_128_c64", 1024, 128, 128, 64),
+        Workload("s_16k_256_c16", 16384, 256, 16, 16),
+        Workload("s_8k_1k_c8", 8192, 1024, 16, 8),
+        Workload("s_8k_1k_c64", 8192, 1024, 64, 64),
+        Workload("s_ragged_c32", 4096, 256, 128, 32, 0.9),
+    )
+}
+
+
+def llama_config(num_layers: int = 32) -> dict[str, object]:
+    """Return a configuration of the shape of Llama 3.1 8B."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> dict[str, object]:
+    """Return a word-level tokenizer whose every id is one word.
+
+    Decoding and encoding are exact inverses, so prompts have exactly the lengths asked for.
+    """
+    words = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    words.update((f"w{index}", index) for index in range(len(SPECIAL_TOKENS), vocab_size))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": index, "content": token, "special": True, **plain}
+            for index, token in enumerate(SPECIAL_TOKENS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": SPECIAL_TOKENS[0]},
+    }
+
+
+def write_model(folder: Path, num_layers: int = 32) -> Path:
+    """Write configuration and tokenizer, without weights, into `folder` and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unk, bos, eos = SPECIAL_TOKENS
+    files = {
+        "config.json": llama_config(num_layers),
+        "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2},
+        "tokenizer.json": tokenizer_json(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 131072,
+            "unk_token": unk,
+            "bos_token": bos,
+            "eos_token": eos,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def server_command(
+    model: Path, backend: str, port: int, max_model_len: int, extra: Sequence[str] = ()
+) -> list[str]:
+    """Return the command line of one server; `extra` comes last and may override."""
+    return [
+        *VLLM_CLI, "serve", str(model),
+        "--served-model-name", "bench",
+        "--host", HOST,
+        "--port", str(port),
+        "--attention-backend", backend,
+        "--load-format", "dummy",
+        "--dtype", "bfloat16",
+        "--seed", "0",
+        "--no-enable-prefix-caching",
+        "--max-model-len", str(max_model_len),
+        *extra,
+    ]  # fmt: skip
+
+
+def client_arguments(workload: Workload, model: Path, port: int, result: Path) -> list[str]:
+    """Return the arguments of ``vllm bench serve`` for one workload."""
+    return [
+        "bench", "serve",
+        "--backend", "openai",
+        "--host", HOST,
+        "--port", str(port),
+        "--endpoint", "/v1/completions",
+        "--model", str(model),
+        "--served-model-name", "bench",
+        "--tokenizer", str(model),
+        "--dataset-name", "random",
+        "--random-input-len", str(workload.input_len),
+        "--random-output-len", str(workload.output_len),
+        "--random-range-ratio", str(workload.range_ratio),
+        "--num-prompts", str(workload.num_prompts),
+        "--max-concurrency", str(workload.concurrency),
+        "--num-warmups", "2",
+        "--request-rate", "inf",
+        "--ignore-eos",
+        "--temperature", "0",
+        "--seed", "0",
+        "--percentile-metrics", "ttft,tpot,itl,e2el",
+        "--metric-percentiles", "50,99",
+        "--disable-tqdm",
+        "--save-result",
+        "--result-dir", str(result.parent),
+        "--result-filename", result.name,
+    ]  # fmt: skip

@@ -1,0 +1,242 @@
+"""From vLLM's batch description to a tilewise plan, once a step and without a host sync."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+
+from tilewise import counters
+from tilewise.attention import PagedAttention, Plan
+from tilewise.errors import UnsupportedConfig
+from tilewise.policy import DECODE_MAX_QUERY_LEN
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Below the logger that vLLM configures, so that the line looks like its own.
+logger = logging.getLogger("vllm.tilewise")
+
+
+@dataclass
+class TilewiseMetadata:
+    """One step's batch as the layers of one KV-cache group see it.
+
+    A plain dataclass on purpose: vLLM subclasses it and copies its fields.
+    """
+
+    num_actual_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    attn: PagedAttention
+    plan: Plan
+    causal: bool = True
+
+
+class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
+    """Owns the persistent plan buffers of one KV-cache group and refills them every step.
+
+    The launch geometry of a step is a function of its padded shape only, so that the buffers
+    written by ``build`` always fit the graph that will be replayed on them:
+
+    - a batch that can be replayed from a graph of mixed batches (``cudagraph_mode=FULL``) is
+      planned as if one request could own all its tokens, and as if decodes were there;
+    - any other batch is planned from the lengths the host knows.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = False
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        speculative = vllm_config.speculative_config
+        self.num_draft_tokens = 0
+        if speculative is not None:
+            self.num_draft_tokens = speculative.num_speculative_tokens or 0
+        self.decode_query_len = 1 + self.num_draft_tokens
+        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config)
+        self._warm = False
+
+        num_q_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        if num_q_heads is None:
+            num_q_heads = vllm_config.model_config.get_num_attention_heads(
+                vllm_config.parallel_config
+            )
+        scheduler = vllm_config.scheduler_config
+        self.attn = PagedAttention(
+            num_q_heads,
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+            page_size=kv_cache_spec.block_size,
+            dtype=kv_cache_spec.dtype,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
+            device=device,
+            decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
+        )
+        logger.info(
+            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, pages of %d "
+            "tokens, %.1f MiB of workspace",
+            len(layer_names),
+            num_q_heads,
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+            kv_cache_spec.dtype,
+            kv_cache_spec.block_size,
+            self.attn.workspace_bytes / 2**20,
+        )
+
+    def _largest_graph(self) -> int:
+        """Tokens of the largest captured batch; 0 without graphs."""
+        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TilewiseMetadata:
+        """Plan one step.
+
+        Parameters
+        ----------
+        common_prefix_len : int
+            Always 0 in the supported vLLM versions.
+        common_attn_metadata : CommonAttentionMetadata
+            The batch; only its host integers and its device tensors are used.
+        fast_build : bool
+            Accepted for the interface; a plan costs the same either way.
+
+        Returns
+        -------
+        TilewiseMetadata
+            The batch with its plan.
+
+        Raises
+        ------
+        UnsupportedConfig
+            For a batch that is not causal, or has a common prefix.
+        """
+        batch = common_attn_metadata
+        _refuse_unsupported(common_prefix_len, batch)
+        # Drafts are trimmed on the device, so the host's longest query may understate them.
+        max_query_len = max(batch.max_query_len, self.decode_query_len)
+        if self._may_replay_mixed_graph(batch.num_actual_tokens):
+            return self._plan(batch, max(max_query_len, batch.num_actual_tokens), True)
+        if not self._warm and batch.num_actual_tokens > DECODE_MAX_QUERY_LEN:
+            # The runner warms up with short prompts: launching every kernel there compiles them
+            # before the first long prompt is served.
+            self._warm = True
+            return self._plan(batch, max(max_query_len, DECODE_MAX_QUERY_LEN + 1), True)
+        return self._plan(batch, max_query_len, self._has_decode(batch, max_query_len))
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TilewiseMetadata:
+        """Plan a batch that is about to be captured, with the geometry of the worst replay.
+
+        Parameters
+        ----------
+        common_attn_metadata : CommonAttentionMetadata
+            A dummy batch of the captured shape. Its ``max_query_len`` bounds the queries of every
+            replay; its lengths do not.
+
+        Returns
+        -------
+        TilewiseMetadata
+            The batch with its plan.
+        """
+        batch = common_attn_metadata
+        _refuse_unsupported(0, batch)
+        max_query_len = max(batch.max_query_len, self.decode_query_len)
+        if self._may_replay_mixed_graph(batch.num_actual_tokens):
+            max_query_len = max(max_query_len, batch.num_actual_tokens)
+        return self._plan(batch, max_query_len, True)
+
+    def _may_replay_mixed_graph(self, num_tokens: int) -> bool:
+        """Whether a graph that serves any mix of prefills and decodes covers this many tokens."""
+        return num_tokens <= self._mixed_graph_tokens
+
+    def _has_decode(self, batch: CommonAttentionMetadata, max_query_len: int) -> bool:
+        """Whether a request of 1..16 tokens is there; True when the host cannot know."""
+        if max_query_len <= DECODE_MAX_QUERY_LEN or self.num_draft_tokens > 0:
+            return True
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
+        lengths = starts[1:] - starts[:-1]
+        return bool(((lengths > 0) & (lengths <= DECODE_MAX_QUERY_LEN)).any())
+
+    def _plan(
+        self, batch: CommonAttentionMetadata, max_query_len: int, has_decode: bool
+    ) -> TilewiseMetadata:
+        """Run the plan kernel for ``batch`` and wrap its result."""
+        plan = self.attn.plan(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table_tensor,
+            num_tokens=batch.num_actual_tokens,
+            max_query_len=max_query_len,
+            has_decode=has_decode,
+        )
+        counters.add("steps", path=_path(plan))
+        return TilewiseMetadata(
+            num_actual_tokens=batch.num_actual_tokens,
+            num_reqs=batch.num_reqs,
+            max_query_len=max_query_len,
+            max_seq_len=batch.max_seq_len,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            attn=self.attn,
+            plan=plan,
+        )
+
+
+def _path(plan: Plan) -> str:
+    """Which kernels the layers of this step launch."""
+    if not plan.max_prefill_tiles:
+        return "decode"
+    return "mixed" if plan.has_decode else "prefill"
+
+
+def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:
+    """Largest batch, in tokens, that a full graph of mixed batches may serve; 0 without one."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.mixed_mode() != CUDAGraphMode.FULL:
+        return 0
+    return compilation.max_cudagraph_capture_size or 0
+
+
+def _refuse_unsupported(common_prefix_len: int, batch: CommonAttentionMetadata) -> None:
+    """Raise for what the kernels cannot mask."""
+    if common_prefix_len != 0:
+        raise UnsupportedConfig(
+            f"common_prefix_len is {common_prefix_len}; tilewise has no cascade attention (0 only)"
+        )
+    if batch.causal is not True:
+        given = "a tensor" if isinstance(batch.causal, torch.Tensor) else repr(batch.causal)
+        raise UnsupportedConfig(
+            f"causal is {given}; tilewise computes causal decoder attention only (True)"
+        )

@@ -1,0 +1,63 @@
+"""The command ``tilewise``: finds the subcommand and hands the rest of the line to its module.
+
+Nothing else is imported before the subcommand is known, so that ``tilewise --help`` is quick and
+needs none of the extras.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import tilewise
+
+# Module with `main(argv) -> int` and a line for --help, by subcommand.
+_BENCHES = {
+    "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
+    "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
+}
+_EXTRA = "pip install 'tilewise[bench]'"
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Paged attention for vLLM, in Triton."
+    parser = argparse.ArgumentParser(prog="tilewise", description=about)
+    parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    bench = commands.add_parser("bench", help=f"benchmarks (needs {_EXTRA})")
+    suites = bench.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, (_, text) in _BENCHES.items():
+        # The suite's own parser answers --help and everything after it.
+        suites.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Parameters
+    ----------
+    argv : Sequence[str], optional
+        Words of the command line after ``tilewise``; those of this process by default.
+
+    Returns
+    -------
+    int
+        Exit status: the subcommand's own, or 2 if it could not be started.
+    """
+    args, rest = _parser().parse_known_args(argv)
+    module_name = _BENCHES[args.suite][0]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("tilewise"):
+            raise
+        print(f"tilewise bench {args.suite} needs {error.name}: {_EXTRA}", file=sys.stderr)
+        return 2
+    return int(module.main(rest))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

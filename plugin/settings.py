@@ -1,0 +1,93 @@
+"""Settings from the environment; the only place that reads ``TILEWISE_*`` variables.
+
+Each field of ``Settings`` is one variable: ``TILEWISE_`` and the field's name in capitals. None of
+them changes what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tilewise.errors import UnsupportedConfig
+
+PREFIX = "TILEWISE_"
+
+# Below the logger that vLLM configures, so that our lines look like its own.
+logger = logging.getLogger("vllm.tilewise")
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for.
+
+    Parameters
+    ----------
+    any_vllm : bool
+        Register with a vLLM outside the supported range as well.
+    cpu_platform : bool
+        Belongs to the CPU test platform, which reads it itself; listed so that it is known here.
+    """
+
+    any_vllm: bool = False
+    cpu_platform: bool = False
+
+
+_SWITCH = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _parse_switch(name: str, text: str) -> bool:
+    value = _SWITCH.get(text.strip().lower())
+    if value is None:
+        raise UnsupportedConfig(f"{name}={text!r} is not a switch: use 1, true, 0 or false")
+    return value
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "any_vllm": _parse_switch,
+    "cpu_platform": _parse_switch,
+}
+
+
+def load_settings(environ: Mapping[str, str]) -> Settings:
+    """Read ``Settings`` from an environment; a name we do not know is logged once.
+
+    Parameters
+    ----------
+    environ : Mapping[str, str]
+        ``os.environ``, or a dictionary in tests. Variables without our prefix are not looked at.
+
+    Returns
+    -------
+    Settings
+        Defaults where a variable is not set, or empty.
+
+    Raises
+    ------
+    UnsupportedConfig
+        If a value cannot be read; names the variable, the value and what is accepted.
+    """
+    known = {PREFIX + field.name.upper(): field.name for field in fields(Settings)}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known and name not in _warned:
+            _warned.add(name)
+            logger.warning("%s", _unknown_text(name, sorted(known)))
+    values = {
+        field: _PARSERS[field](name, environ[name])
+        for name, field in known.items()
+        if environ.get(name)
+    }
+    return Settings(**values)
+
+
+def _unknown_text(name: str, known: list[str]) -> str:
+    # The prefix they share would make every name look alike.
+    suffixes = {k.removeprefix(PREFIX): k for k in known}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), suffixes, n=1, cutoff=0.5)
+    hint = f"did you mean {suffixes[near[0]]}?" if near else f"known are {', '.join(known)}"
+    return f"unknown setting {name}: {hint}"

@@ -1,0 +1,56 @@
+"""What every test module relies on: the environment, the markers' meaning, the device.
+
+Without a GPU the kernels run in Triton's interpreter and vLLM on the CPU test platform. Both are
+switched on by variables that have to be set before Triton and vLLM are imported, hence here.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# `python -m pytest` puts the checkout first on the path, where the folder `kernels` would hide
+# another project's package; so would the processes that tests start.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+HAS_GPU = torch.cuda.is_available()
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+# Tests and the engines they start reach no network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TILEWISE_CPU_PLATFORM", "1")
+    # Set and empty: otherwise vLLM takes Triton for absent where there is no driver.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED and importlib.util.find_spec("tilewise_cpu_platform") is not None:
+    from tilewise_cpu_platform import interpreter_fix
+
+    interpreter_fix.install()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
+    no_vllm = pytest.mark.skip(reason="needs vLLM, which is not installed")
+    for item in items:
+        if HAS_GPU and not INTERPRETED and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)  # it runs on the GPU: `-m gpu` means to run it
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("vllm") and not HAS_VLLM:
+            item.add_marker(no_vllm)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or CPU tensors for the interpreter."""
+    return torch.device("cuda" if HAS_GPU and not INTERPRETED else "cpu")

@@ -1,0 +1,154 @@
+"""Runs one vLLM engine in this process and reports what it did: ``engine_job.py JOB RESULT``.
+
+An engine start costs seconds on the CPU and minutes on a GPU, so one job carries several rounds of
+prompts, and tests look at the rounds of one result. The job is a JSON object:
+
+``model``, ``engine``
+    Folder of the checkpoint; keyword arguments of ``vllm.LLM``.
+``rounds``
+    A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
+    attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first.
+
+The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
+``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added) and
+``seconds``; and for the engine ``block_size``, ``backend``, ``runner`` and ``preemptions``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+def attend_without_oldest_key(impl, query, kv_cache, metadata, output):
+    """Causal attention whose window is one key too short: the oldest key is never seen."""
+    k_cache, v_cache = kv_cache.split(impl.head_size, dim=-1)
+    group = impl.num_heads // impl.num_kv_heads
+    starts = metadata.query_start_loc.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if end == begin:
+            continue
+        pages = metadata.block_table[row, : -(-seq_len // k_cache.shape[2])].long()
+        # [keys, KV heads, head size], one KV head for each query head
+        keys, values = (
+            cache[pages].transpose(1, 2).flatten(0, 1)[:seq_len].float().repeat_interleave(group, 1)
+            for cache in (k_cache, v_cache)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), keys) * impl.scale
+        last = torch.arange(seq_len - (end - begin), seq_len, device=query.device)
+        place = torch.arange(seq_len, device=query.device)
+        visible = (place <= last[:, None]) & ((place > 0) | (last[:, None] == 0))
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        output[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
+    return output
+
+
+SABOTAGE: dict[str, Callable] = {
+    "zeros": lambda impl, query, kv_cache, metadata, output: output.zero_(),
+    "window": attend_without_oldest_key,
+}
+
+
+@contextmanager
+def sabotaged(kind: str | None):
+    """Replace our attention by a broken one for a while."""
+    if kind is None:
+        yield
+        return
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+    from tilewise.integration.impl import TilewiseImpl
+
+    broken, forward = SABOTAGE[kind], TilewiseImpl.forward
+
+    def forward_broken(self, layer, query, key, value, kv_cache, metadata, output, *_, **__):
+        with gpu_sync_allowed():
+            return broken(self, query, kv_cache, metadata, output)
+
+    TilewiseImpl.forward = forward_broken
+    try:
+        yield
+    finally:
+        TilewiseImpl.forward = forward
+
+
+def run_round(llm, spec: dict) -> dict:
+    """Generate greedily for one round's prompts."""
+    from vllm import SamplingParams
+
+    from tilewise import counters
+
+    if spec.get("fresh"):
+        llm.reset_prefix_cache()
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=spec["max_tokens"],
+        ignore_eos=True,
+        logprobs=2 if spec.get("logprobs") else None,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in spec["prompts"]]
+    before, started = counters.snapshot(), time.monotonic()
+    with sabotaged(spec.get("sabotage")):
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+    after = counters.snapshot()
+    return {
+        "tokens": [list(a.outputs[0].token_ids) for a in answers],
+        "cached": [a.num_cached_tokens for a in answers],
+        "gaps": [_gaps(a.outputs[0].logprobs) for a in answers] if spec.get("logprobs") else None,
+        "counters": {name: n - before.get(name, 0) for name, n in after.items()},
+        "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def _gaps(logprobs) -> list[float]:
+    """Distance of the two best log probabilities at every step."""
+    gaps = []
+    for step in logprobs:
+        best = sorted((entry.logprob for entry in step.values()), reverse=True)
+        gaps.append(best[0] - best[1])
+    return gaps
+
+
+def describe_engine(llm) -> dict:
+    """What the engine chose; the worker's part only when the engine core runs in this process."""
+    config = llm.llm_engine.vllm_config
+    described = {
+        "block_size": config.cache_config.block_size,
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "preemptions": _metric(llm, "vllm:num_preemptions"),
+        "drafts": _metric(llm, "vllm:spec_decode_num_draft_tokens"),
+    }
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    layers = config.compilation_config.static_forward_context
+    modules = {cls.__module__ for cls in type(worker.model_runner).__mro__}
+    described["runner"] = "v2" if "vllm.v1.worker.gpu.model_runner" in modules else "v1"
+    described["impls"] = sorted({type(layer.impl).__name__ for layer in layers.values()})
+    described["backends"] = sorted({layer.attn_backend.__name__ for layer in layers.values()})
+    return described
+
+
+def _metric(llm, name: str) -> int:
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == name)
+
+
+def main(job_path: str, result_path: str) -> None:
+    from vllm import LLM
+
+    job = json.loads(Path(job_path).read_text())
+    started = time.monotonic()
+    llm = LLM(model=job["model"], seed=0, disable_log_stats=False, **job["engine"])
+    result = {"start_seconds": round(time.monotonic() - started, 2)}
+    result["rounds"] = [run_round(llm, spec) for spec in job["rounds"]]
+    result |= describe_engine(llm)
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

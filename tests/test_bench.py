@@ -1,0 +1,449 @@
+"""The benchmarks without a GPU: cases, rates, result files, tables, commands, the gate."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.bench import gpu, kernels, providers, report, serve, serve_client, timing, workloads
+from tilewise.bench.cases import CASES, Case, select_cases, shrink
+from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for
+
+NAMES = [
+    "pf_1x16k", "pf_8x2k", "pf_32x512", "pf_chunk2k_64k", "pf_ragged", "pf_d64_1x16k",
+    "pf_d256_1x8k", "pf_sink_w128_1x8k", "mix_63x4k_2k_8k", "mix_128x2k_2x2k", "dec_b1_1k",
+    "dec_b1_8k", "dec_b1_128k", "dec_b8_4k", "dec_b32_4k", "dec_b64_8k", "dec_b128_2k",
+    "dec_b256_1k", "dec_b256_4k", "dec_ragged64", "dec_zipf_b32", "dec_zipf_b128",
+    "dec_zipf_b256", "dec_d64_b64_4k", "dec_mqa_b32_8k", "dec_mha_b32_4k",
+    "dec_sink_w128_b64_32k", "dec_fp8_b8_4k", "dec_fp8_b64_8k", "dec_fp8_b256_4k", "dec_b8_32k",
+    "dec_b32_32k", "spec4_b8_32k", "spec8_b8_32k", "spec4_b32_32k", "spec8_b32_32k",
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+
+
+def brute_force(case: Case) -> tuple[int, int]:
+    """Return unmasked pairs and keys seen, counted one by one."""
+    pairs = keys = 0
+    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+        seen = set()
+        for row in range(q_len):
+            last = kv_len - q_len + row
+            first = 0 if case.window is None else max(0, last - case.window + 1)
+            pairs += last - first + 1
+            seen.update(range(first, last + 1))
+        keys += len(seen)
+    return pairs, keys
+
+
+def test_the_suite_has_exactly_the_named_cases():
+    assert [case.name for case in CASES] == NAMES
+
+
+@pytest.mark.parametrize("case", [shrink(case, 50, 4) for case in CASES], ids=NAMES)
+def test_work_agrees_with_counting(case: Case):
+    pairs, keys = brute_force(case)
+    assert (case.unmasked_pairs, case.keys_read) == (pairs, keys)
+
+
+def test_flops_and_bytes_by_hand():
+    prefill = BY_NAME["pf_1x16k"]
+    assert prefill.flops == 4 * 128 * 32 * (16384 * 16385 // 2)
+    assert prefill.bytes_moved == 16384 * 128 * 2 * (2 * 8 + 2 * 32)
+    chunk = BY_NAME["pf_chunk2k_64k"]
+    assert chunk.unmasked_pairs == 2048 * 65536 - 2048 * 2047 // 2
+    decode = BY_NAME["dec_b64_8k"]
+    assert decode.flops == 4 * 128 * 32 * 64 * 8192
+    assert decode.kv_bytes == 64 * 8192 * 8 * 128 * 2 * 2
+    assert BY_NAME["dec_fp8_b64_8k"].kv_bytes == decode.kv_bytes // 2
+    window = BY_NAME["dec_sink_w128_b64_32k"]
+    assert (window.unmasked_pairs, window.keys_read) == (64 * 128, 64 * 128)
+    assert BY_NAME["spec4_b8_32k"].unmasked_pairs == 8 * (4 * 32768 - 6)
+
+
+def test_shapes_that_are_given_by_a_rule():
+    assert BY_NAME["dec_ragged64"].kv_lens[:4] == (1, 38, 149, 334)
+    assert max(BY_NAME["dec_ragged64"].kv_lens) <= 16000
+    for count in (32, 128, 256):
+        lens = BY_NAME[f"dec_zipf_b{count}"].kv_lens
+        assert len(lens) == count
+        assert all(n % 256 == 0 and 256 <= n <= 65536 for n in lens)
+    mixed = BY_NAME["mix_63x4k_2k_8k"]
+    assert (mixed.num_decodes, mixed.num_tokens, mixed.max_kv_len) == (63, 2048, 8192)
+
+
+def test_selecting_cases():
+    assert [c.name for c in select_cases(["mix_*"])] == ["mix_63x4k_2k_8k", "mix_128x2k_2x2k"]
+    assert {c.kind for c in select_cases(["prefill,mixed"])} == {"prefill", "mixed"}
+    assert [c.name for c in select_cases(["spec"])] == NAMES[-4:]
+    assert not any(c.kv_itemsize == 1 for c in select_cases(["-fp8"]))
+    with pytest.raises(ValueError, match="dec_b8_4k"):
+        select_cases(["dec_b8_4kk"])
+
+
+def test_a_case_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="does not fit"):
+        Case("bad", "decode", (2,), (1,))
+
+
+@pytest.mark.parametrize("name", ["pf_1x16k", "dec_b1_1k", "dec_b8_4k", "dec_sink_w128_b64_32k"])
+def test_rotation_exceeds_the_l2(name: str):
+    case = BY_NAME[name]
+    assert copies_for(case, 32) * case.bytes_moved > 64 << 20
+    assert copies_for(case, 32) <= 32
+
+
+def test_pages_hold_the_data_and_nothing_else_is_owned():
+    case = Case("tiny", "decode", (1, 2), (33, 5), num_q_heads=4, num_kv_heads=2, head_dim=16)
+    inputs = CaseInputs(case, "cpu", layers=2)
+    cache = inputs.paged(16)
+    k, v = inputs.keys_values(1)
+    assert cache.page_counts == [3, 1]
+    kv = cache.kv[1]
+    assert kv.shape == (4 + SPARE_PAGES, 2, 16, 32)
+    start = 0
+    for pages, kv_len in zip(providers.pages_of(cache), case.kv_lens, strict=True):
+        got = kv[pages.long()].transpose(1, 2).reshape(-1, 2, 32)[:kv_len]
+        assert torch.equal(got[..., :16], k[start : start + kv_len])
+        assert torch.equal(got[..., 16:], v[start : start + kv_len])
+        start += kv_len
+    owned = set(torch.cat(list(providers.pages_of(cache))).tolist())
+    unowned = [page for page in range(len(kv)) if page not in owned]
+    assert len(unowned) == SPARE_PAGES
+    assert bool(kv[unowned].isnan().all())
+    assert bool(kv[sorted(owned)].isfinite().all())
+    assert cache is inputs.paged(16)
+
+
+class Torch(providers.Provider):
+    """A provider in plain torch; `fault` spoils its result."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.name = f"torch_{fault}" if fault else "torch"
+        self.fault = fault
+
+    def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, providers.Candidate]:
+        return {"plain": lambda: self._build(case, inputs)}
+
+    def _build(self, case: Case, inputs: CaseInputs) -> providers.Runner:
+        if self.fault == "raises":
+            raise ValueError("cannot do this shape")
+
+        starts = inputs.query_start_loc_cpu.tolist()
+        keys = inputs.kv_start_loc.tolist()
+        k, v = inputs.keys_values(0)
+        group = case.num_q_heads // case.num_kv_heads
+
+        def call() -> None:
+            for i in range(case.num_reqs):
+                rows, span = slice(*starts[i : i + 2]), slice(*keys[i : i + 2])
+                q = inputs.q[0][rows].float()
+                k_i, v_i = (x[span].float().repeat_interleave(group, 1) for x in (k, v))
+                scores = torch.einsum("qhd,khd->hqk", q, k_i) * inputs.scale
+                offset = case.kv_lens[i] - case.q_lens[i]
+                if self.fault == "mask":
+                    offset -= 1
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu(offset + 1)
+                p = scores.masked_fill(hidden, -math.inf).softmax(-1)
+                out = torch.einsum("hqk,khd->qhd", p, v_i)
+                last = -1 if self.fault == "unwritten" else None
+                inputs.out[0][rows][:last] = out[:last].to(torch.bfloat16)
+
+        return providers.Runner([call], lambda: "torch")
+
+
+def run_suite(monkeypatch, tmp_path: Path, *faults: str) -> tuple[int, dict]:
+    known = {p.name: p for p in map(Torch, faults)}
+    monkeypatch.setattr(providers, "registry", lambda: known)
+    out = tmp_path / "kernels.json"
+    command = ["--smoke", "--rounds", "2", "--burst-ms", "0", "--cases", "pf_32x512", "dec_b8_4k"]
+    code = kernels.main([*command, "--providers", ",".join(known), "--out", str(out)])
+    return code, json.loads(out.read_text())
+
+
+def test_a_run_writes_the_schema(monkeypatch, tmp_path: Path, capsys):
+    code, result = run_suite(monkeypatch, tmp_path, "")
+    assert code == kernels.EXIT_OK
+    assert report.schema_errors(result, report.KERNEL_FIELDS) == []
+    assert [row["case"] for row in result["rows"]] == ["pf_32x512", "dec_b8_4k"]
+    assert all(row["median_us"] > 0 and row["rel_error"] < 5e-3 for row in result["rows"])
+    assert {"date", "command", "commit", "torch", "triton", "vllm", "gpu"} <= set(result["env"])
+    assert result["env"]["command"].startswith("tilewise bench kernels --smoke")
+    assert "dec_b8_4k" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["mask", "unwritten"])
+def test_a_wrong_result_fails_the_gate(monkeypatch, tmp_path: Path, fault: str):
+    code, result = run_suite(monkeypatch, tmp_path, "", fault)
+    assert code == kernels.EXIT_GATE
+    rows = [row for row in result["rows"] if row["provider"] == f"torch_{fault}"]
+    assert all(row["gate"] == "failed" and row["median_us"] is None for row in rows)
+    assert all(row["median_us"] for row in result["rows"] if row["provider"] == "torch")
+
+
+def test_a_provider_that_raises_is_recorded(monkeypatch, tmp_path: Path):
+    code, result = run_suite(monkeypatch, tmp_path, "", "raises")
+    assert code == kernels.EXIT_OK
+    rows = [row for row in result["rows"] if row["provider"] == "torch_raises"]
+    assert len(rows) == 2
+    assert all("ValueError: cannot do this shape" in row["error"] for row in rows)
+
+
+def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(providers, "registry", lambda: {"torch": Torch()})
+    out = tmp_path / "k.json"
+    arguments = ["--smoke", "--providers", "torch", "--budget-seconds", "-1", "--out", str(out)]
+    assert kernels.main(arguments) == kernels.EXIT_OK
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == NAMES
+    assert all("budget" in row["error"] for row in rows)
+
+
+def test_missing_peers_say_why():
+    known = providers.registry()
+    assert list(known) == [
+        "tilewise", "tilewise_p16", "fa3", "fa3_best", "flashinfer", "triton_attn", "cudnn"
+    ]  # fmt: skip
+    absent = providers.Fa3()
+    absent.module = "no_such_module_at_all"
+    assert "no_such_module_at_all" in absent.missing()
+    assert "sinks" in known["tilewise"].unsupported(BY_NAME["pf_sink_w128_1x8k"])
+    assert "fp8" in known["tilewise"].unsupported(BY_NAME["dec_fp8_b8_4k"])
+    assert known["cudnn"].unsupported(BY_NAME["dec_b8_4k"])
+
+
+def test_our_own_provider_passes_the_gate(monkeypatch, tmp_path: Path, device):
+    case = shrink(BY_NAME["dec_b8_4k"], 40, 2)
+    inputs = CaseInputs(case, str(device), layers=1)
+    inputs.poison_outputs()
+    (build,) = providers.Tilewise().candidates(case, inputs).values()
+    runner = build()
+    runner.calls[0]()
+    assert inputs.check().passed
+    assert runner.path().startswith("tilewise page 64: ")
+
+
+@pytest.mark.gpu
+def test_graph_timer_on_the_device():
+    x = torch.zeros(1 << 20, device="cuda")
+    timer = timing.GraphTimer([lambda: x.add_(1.0)], layers=8)
+    times = timing.interleave({"a": timer}, rounds=2, burst_ms=1.0)["a"]
+    assert all(time_us > 0 for time_us in times)
+    assert gpu.GpuMonitor.start().summary() == {}
+
+
+def test_statistics():
+    summary = timing.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (summary.median_us, summary.spread_us, summary.samples) == (3.0, 2.0, 5)
+    assert timing.layers_for(10.0, 32, 3) == 32
+    assert timing.layers_for(29_000.0, 32, 2) == 4
+    assert timing.layers_for(3_600.0, 32, 2) == 16
+
+
+class Clock:
+    """A timer that answers with its own name's length and logs the order of bursts."""
+
+    layers = 4
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def burst(self, count: int) -> list[float]:
+        self.log.append(self.name)
+        return [float(len(self.name))] * count
+
+
+def test_interleaving_starts_each_round_with_another_provider():
+    log: list[str] = []
+    times = timing.interleave({n: Clock(n, log) for n in ("a", "bb", "ccc")}, 3, 0.0)
+    assert log[3:] == ["a", "bb", "ccc", "bb", "ccc", "a", "ccc", "a", "bb"]
+    assert times == {"a": [1.0] * 6, "bb": [2.0] * 6, "ccc": [3.0] * 6}
+
+
+def test_table_shows_rates_and_ratios():
+    decode, prefill = BY_NAME["dec_b64_8k"], BY_NAME["pf_1x16k"]
+    rows = [
+        report.timed_row(decode, "tilewise", 500.0, 1.0, 2e-3, "p"),
+        report.timed_row(decode, "fa3", 490.0, 1.0, 2e-3, "p"),
+        report.timed_row(prefill, "tilewise", 4000.0, 1.0, 2e-3, "p"),
+        report.failed_row(prefill, "fa3", "no"),
+        report.failed_row(prefill, "cudnn", "wrong", gate="failed"),
+    ]
+    table = report.kernel_table(rows)
+    assert re.search(r"dec_b64_8k +500\.0 us 4\.30 TB 0\.98x +490\.0 us", table)
+    assert re.search(r"pf_1x16k +4000\.0 us 550 TF +- +failed", table)
+
+
+def test_schema_faults_are_named():
+    result = {"rows": [{"case": "x", "median_us": math.nan}]}
+    faults = report.schema_errors(result, report.KERNEL_FIELDS)
+    assert "no 'env'" in faults
+    assert "row 0: no 'provider'" in faults
+    assert "row 0: median_us is nan" in faults
+
+
+@pytest.mark.parametrize("module", [kernels, serve])
+def test_help_exits_with_zero(module, capsys):
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--help"])
+    assert stop.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+def test_usage_errors(capsys):
+    assert kernels.main(["--cases", "nothing_like_it"]) == kernels.EXIT_USAGE
+    assert kernels.main(["--providers", "fa9"]) == kernels.EXIT_USAGE
+    assert serve.main(["--workloads", "s_none"]) == serve.EXIT_USAGE
+    assert "known: s_1k_128_c64" in capsys.readouterr().err
+    assert kernels.main(["--list"]) == kernels.EXIT_OK
+    assert all(name in capsys.readouterr().out for name in NAMES[:1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_timing_needs_a_gpu(capsys):
+    assert kernels.main(["--cases", "dec_b8_4k"]) == kernels.EXIT_USAGE
+    assert "--smoke" in capsys.readouterr().err
+
+
+def test_serve_commands(capsys):
+    arguments = ["--backends", "TILEWISE,FLASH_ATTN", "--dry-run", "--port", "8123"]
+    assert serve.main([*arguments, "--serve-args=-cc.cudagraph_mode=FULL"]) == serve.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    servers = [line for line in lines if " serve /" in line and not line.startswith("  ")]
+    clients = [line for line in lines if line.startswith("  ")]
+    assert [re.search(r"--attention-backend (\w+)", s)[1] for s in servers] == [
+        "TILEWISE", "FLASH_ATTN"
+    ]  # fmt: skip
+    for server in servers:
+        assert "--host 127.0.0.1 --port 8123" in server
+        assert "--no-enable-prefix-caching" in server
+        assert "--load-format dummy" in server
+        assert server.endswith("-cc.cudagraph_mode=FULL")
+        assert int(re.search(r"--max-model-len (\d+)", server)[1]) >= 16384 + 256
+    assert len(clients) == 4
+    for client in clients:
+        assert "bench serve" in client
+        for option in ("--ignore-eos", "--save-result", "--metric-percentiles 50,99"):
+            assert option in client
+    assert "--random-input-len 16384 --random-output-len 256" in clients[1]
+    assert "--num-prompts 16 --max-concurrency 16" in clients[1]
+
+
+def test_workloads_are_the_named_ones():
+    figures = {
+        w.name: (w.input_len, w.output_len, w.num_prompts, w.concurrency, w.range_ratio)
+        for w in workloads.WORKLOADS.values()
+    }
+    assert figures == {
+        "s_1k_128_c64": (1024, 128, 128, 64, 0.0),
+        "s_16k_256_c16": (16384, 256, 16, 16, 0.0),
+        "s_8k_1k_c8": (8192, 1024, 16, 8, 0.0),
+        "s_8k_1k_c64": (8192, 1024, 64, 64, 0.0),
+        "s_ragged_c32": (4096, 256, 128, 32, 0.9),
+    }
+    assert workloads.WORKLOADS["s_ragged_c32"].longest >= (4096 + 256) * 1.9
+
+
+def test_tokenizer_decodes_and_encodes_exactly(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = workloads.write_model(tmp_path / "m", num_layers=2)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [3, 128255, 77, 77, 4096]
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+    assert tokenizer.get_vocab_size() == workloads.VOCAB_SIZE
+
+
+def fake_job(tmp_path: Path, monkeypatch, server: str, client: str) -> serve.ServerRun:
+    """A run whose server and client are two lines of Python."""
+    job = serve.Job(
+        "FAKE", [(workloads.WORKLOADS["s_1k_128_c64"], 0)], tmp_path, 1, tmp_path, 1, []
+    )
+    started: list[subprocess.Popen] = []
+    scripts = iter((server, client))
+
+    def start(command, log):
+        process = subprocess.Popen(
+            [sys.executable, "-c", next(scripts)], stdout=log, stderr=log, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(serve, "_start", start)
+    monkeypatch.setattr(serve, "healthy", lambda port: True)
+    run = serve.ServerRun(job, start_timeout=20, run_timeout=20)
+    run.run()
+    assert all(process.poll() is not None for process in started)
+    return run
+
+
+def test_serve_collects_the_clients_figures(tmp_path: Path, monkeypatch):
+    figures = {
+        "completed": 128, "failed": 0, "request_throughput": 25.8, "output_throughput": 3300.0,
+        "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "p50_tpot_ms": 3.0, "p99_tpot_ms": 4.0,
+    }  # fmt: skip
+    client = f"""
+import json, pathlib
+here = pathlib.Path({str(tmp_path)!r})
+(here / "FAKE_s_1k_128_c64_0.json").write_text({json.dumps(figures)!r})
+(here / "status_FAKE.jsonl").write_text(json.dumps({{"name": "a", "code": 0}}) + "\\n")
+"""
+    run = fake_job(tmp_path, monkeypatch, "import time; time.sleep(60)", client)
+    (row,) = run.rows
+    assert row["request_throughput"] == 25.8
+    assert "error" not in row
+    out = tmp_path / "serve.json"
+    serve.merge(out, {"date": "d1"}, run.rows, append=False)
+    serve.merge(out, {"date": "d2"}, run.rows, append=True)
+    result = json.loads(out.read_text())
+    assert report.schema_errors(result, report.SERVE_FIELDS) == []
+    assert [r["env"] for r in result["rows"]] == ["d1", "d2"]
+    assert set(result["env"]["runs"]) == {"d1", "d2"}
+    assert "25.80" in report.serve_table(result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "what"),
+    [
+        ("raise SystemExit('RuntimeError: no device')", "import time; time.sleep(60)", "no device"),
+        ("import time; time.sleep(60)", "raise SystemExit('lost the client')", "lost the client"),
+    ],
+)
+def test_a_server_that_fails_becomes_a_row(tmp_path: Path, monkeypatch, server, client, what):
+    (row,) = fake_job(tmp_path, monkeypatch, server, client).rows
+    assert what in row["error"]
+    assert row["request_throughput"] is None
+
+
+def test_stopping_ends_the_whole_group():
+    script = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    )
+    child = int(process.stdout.readline())
+    serve.stop_group(process, grace=1.0)
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_nothing_answers_on_a_free_port():
+    assert not serve_client.healthy(serve.free_port(), timeout=1.0)

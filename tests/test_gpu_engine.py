@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tiny_model import TinyLlama
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 JOB_SCRIPT = Path(__file__).with_name("engine_job.py")
-JOB_TIMEOUT = 900
+JOB_TIMEOUT = 480
 SMOLLM2 = os.environ.get("TILEWISE_SMOLLM2")
 
 PIECE, NUM_PIECES = 4, 4
@@ -106,8 +107,9 @@ def run_engines(model: Path, rounds: dict[str, list[dict]], folder: Path) -> dic
                 command, env=environ, stdout=log, stderr=subprocess.STDOUT
             )
     try:
+        deadline = time.monotonic() + JOB_TIMEOUT
         for process in processes.values():
-            process.wait(timeout=JOB_TIMEOUT)
+            process.wait(timeout=max(deadline - time.monotonic(), 1))
     finally:
         for process in processes.values():
             if process.poll() is None:

@@ -57,3 +57,9 @@ class TilewiseCpuPlatform(CpuPlatform):
         op_shims.install()
         # RMSNorm, RoPE, SiLU and the like in their torch forms: the wheel has no C++ ones for CPUs.
         vllm_config.compilation_config.custom_ops[:] = ["none"]
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        """Ask the backend which page size it prefers, as vLLM does on a GPU."""
+        # Past CpuPlatform: in vLLM 0.32 it takes 128 whatever the backend prefers.
+        super(CpuPlatform, cls).update_block_size_for_backend(vllm_config)

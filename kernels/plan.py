@@ -27,10 +27,12 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
 
 
 @triton.jit
-def _active_workers(total, items, ITEM_OVERHEAD: tl.constexpr, NUM_WORKERS: tl.constexpr):
+def _active_workers(
+    total, items, ITEM_OVERHEAD: tl.constexpr, NUM_WORKERS: tl.constexpr, NUM_SMS: tl.constexpr
+):
     """Workers that balance walking against merging; see ``tilewise.policy.active_workers``."""
     most = tl.minimum(total - items * ITEM_OVERHEAD, NUM_WORKERS)
-    limit = 2 * total.to(tl.int64) * items
+    limit = 4 * total.to(tl.int64) * items
     lo = tl.minimum(total, 1)
     hi = most + 1
     while hi - lo > 1:  # integer square root: floats would round differently from Python
@@ -38,6 +40,7 @@ def _active_workers(total, items, ITEM_OVERHEAD: tl.constexpr, NUM_WORKERS: tl.c
         fits = mid.to(tl.int64) * mid <= limit
         lo = tl.where(fits, mid, lo)
         hi = tl.where(fits, hi, mid)
+    lo = tl.where(lo < NUM_WORKERS, tl.minimum(lo, NUM_SMS), lo)
     whole = lo // tl.maximum(items, 1) * items
     take_whole = (whole > 0) & ((lo < NUM_WORKERS) | (8 * whole >= 7 * lo))
     return tl.where(take_whole, whole, lo)
@@ -61,6 +64,7 @@ def _plan_kernel(
     DECODE_BLOCK_M: tl.constexpr,
     DECODE_BLOCK_N: tl.constexpr,
     NUM_WORKERS: tl.constexpr,
+    NUM_SMS: tl.constexpr,
     ITEM_OVERHEAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_LIST: tl.constexpr,
@@ -92,7 +96,7 @@ def _plan_kernel(
         num_tiles += tl.sum(tiles, 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
-    active = _active_workers(total, items, ITEM_OVERHEAD, NUM_WORKERS)
+    active = _active_workers(total, items, ITEM_OVERHEAD, NUM_WORKERS, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
     tl.store(header_ptr + 2, total)
@@ -132,6 +136,7 @@ def plan_on_device(
     prefill_block_q: int,
     decode_block_m: int,
     decode_block_n: int,
+    num_sms: int,
     item_overhead: int,
 ) -> None:
     """Write the plan of one batch into persistent buffers; no host sync.
@@ -140,7 +145,7 @@ def plan_on_device(
     ----------
     header : Tensor[3], int32
     tile_req, tile_token : Tensor[max_tiles], int32
-        Request and first query token (within the request) of each prefill tile, longest first.
+        Request and first query token (within the request) of each prefill tile, last tile first.
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
         Prefill tiles and decode units before each request.
     worker_req : Tensor[num_workers], int32
@@ -156,7 +161,7 @@ def plan_on_device(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
-        NUM_WORKERS=num_workers, ITEM_OVERHEAD=item_overhead,
+        NUM_WORKERS=num_workers, NUM_SMS=num_sms, ITEM_OVERHEAD=item_overhead,
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
         SEARCH_STEPS=max_reqs.bit_length(), num_warps=8,

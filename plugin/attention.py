@@ -187,7 +187,8 @@ class PagedAttention:
                 num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
-                decode_block_n=cfg.decode.block_n, item_overhead=cfg.item_overhead,
+                decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
+                item_overhead=cfg.item_overhead,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -274,7 +275,7 @@ class PagedAttention:
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_req,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, scale,
-            item_overhead=self.config.item_overhead,
+            item_overhead=self.config.item_overhead, block_p=self.config.merge_pieces,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
         )  # fmt: skip

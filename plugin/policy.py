@@ -110,7 +110,7 @@ class Tiles:
 class Config:
     """Everything the plan and the two kernels are launched with.
 
-    ``num_workers`` decode programs share the batch's work, counted in key tiles; an item, one
+    ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key tiles; an item, one
     (request, KV head, query tile), costs ``item_overhead`` more than its tiles, or whoever gets
     many short requests would finish last.
     """
@@ -119,7 +119,14 @@ class Config:
     prefill: Tiles
     decode: Tiles
     num_workers: int
+    num_sms: int
     item_overhead: int = 2
+
+    @property
+    def merge_pieces(self) -> int:
+        """Partial results of an item that a merge has in flight: 64 KiB of fp32, 1 to 16."""
+        per_piece = self.decode.block_m * self.decode.block_d
+        return max(1, min(16, 16384 // per_piece))
 
     @property
     def prefill_block_q(self) -> int:
@@ -159,6 +166,7 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
         prefill=_prefill_tiles(geometry, device),
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
+        num_sms=device.num_sms,
     )
 
 
@@ -243,14 +251,17 @@ def active_workers(total: int, items: int, config: Config) -> int:
     """How many workers share ``total`` units of ``items`` items.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
-    ``w / items`` pieces.  A unit costs about as much as two merged pieces, so the sum is least at
-    ``w * w = 2 * total * items``; small batches stop there, large ones at the last worker.  A
-    multiple of ``items`` cuts equal requests at their ends; it is taken where it idles few.
+    ``w / items`` pieces.  A unit costs about as much as four merged pieces, so the sum is least
+    at ``w * w = 4 * total * items``; small batches stop there, large ones at the last worker, and
+    in between one worker an SM is better than two on some.  A multiple of ``items`` cuts equal
+    requests at their ends; it is taken where it idles few.
     """
     if total == 0:
         return 0
     tiles = total - items * config.item_overhead
-    workers = min(tiles, config.num_workers, math.isqrt(2 * total * items))
+    workers = min(tiles, config.num_workers, math.isqrt(4 * total * items))
+    if workers < config.num_workers:
+        workers = min(workers, config.num_sms)
     whole = workers // items * items
     if whole and (workers < config.num_workers or 8 * whole >= 7 * workers):
         return whole
@@ -296,7 +307,7 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     -------
     BatchPlan
         ``header`` = (prefill tiles, active workers, total units); ``tile_req``/``tile_token``
-        per prefill tile, longest first; ``cu_work`` decode units before each request;
+        per prefill tile, last tile first; ``cu_work`` decode units before each request;
         ``worker_req`` the request where each worker starts.
     """
     block_q = config.prefill_block_q

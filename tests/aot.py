@@ -124,6 +124,7 @@ def _compile_attention(kernel, config, dtype, arch, middle):
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
+        constants["BLOCK_P"] = config.merge_pieces
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
 
 
@@ -149,7 +150,7 @@ def compile_plan(config, arch, max_reqs=1024):
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,
         "DECODE_MAX_QUERY_LEN": policy.DECODE_MAX_QUERY_LEN,
         "PREFILL_BLOCK_Q": config.prefill_block_q, "DECODE_BLOCK_M": config.decode.block_m,
-        "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers,
+        "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers, "NUM_SMS": config.num_sms,
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(),

@@ -49,28 +49,30 @@ def _merge_pieces(
     """Merge the partials of workers ``first .. first + pieces`` in that order.
 
     A stretch that starts inside an item continues it (slot ``2 w``); one that starts an item
-    keeps slot ``2 w + 1``, so a worker never needs more than two.  ``BLOCK_P`` pieces are in
-    flight at a time: the merge is a chain of memory latencies and little else.
+    keeps slot ``2 w + 1``, so a worker never needs more than two.  Maxima and sums come first,
+    many pieces at a time; then no accumulator waits for another, and their loads overlap.
     """
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for base in range(0, pieces, BLOCK_P):
         piece = base + tl.arange(0, BLOCK_P)
-        slot = (2 * (first + piece) + tl.where(piece == 0, 1, 0)).to(tl.int64)
-        row_ids = slot[:, None] * BLOCK_M + rows[None, :]  # [BLOCK_P, BLOCK_M]
+        slots = 2 * (first + piece) + tl.where(piece == 0, 1, 0)
+        ids = slots[:, None] * BLOCK_M + rows[None, :]  # [BLOCK_P, BLOCK_M]
         mask = (piece < pieces)[:, None] & row_ok[None, :]
-        m_p = tl.load(partial_m_ptr + row_ids, mask=mask, other=float("-inf"))
-        l_p = tl.load(partial_l_ptr + row_ids, mask=mask, other=0.0)
-        acc_ptrs = partial_acc_ptr + row_ids[:, :, None] * BLOCK_D + offs_d[None, None, :]
-        acc_p = tl.load(acc_ptrs, mask=mask[:, :, None], other=0.0)
+        m_p = tl.load(partial_m_ptr + ids, mask=mask, other=float("-inf"))
+        l_p = tl.load(partial_l_ptr + ids, mask=mask, other=0.0)
         m_new = tl.maximum(m_i, tl.max(m_p, 0))
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - pivot)
-        beta = tl.exp2(m_p - pivot[None, :])
-        l_i = l_i * alpha + tl.sum(l_p * beta, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_p * beta[:, :, None], 0)
+        l_i = l_i * tl.exp2(m_i - pivot) + tl.sum(l_p * tl.exp2(m_p - pivot[None, :]), 0)
         m_i = m_new
+    pivot = tl.where(m_i == float("-inf"), 0.0, m_i)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for i in tl.range(0, pieces, loop_unroll_factor=4):
+        slot = (2 * (first + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
+        m_p = tl.load(partial_m_ptr + slot * BLOCK_M + rows, mask=row_ok, other=float("-inf"))
+        acc_ptrs = partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
+        acc_p = tl.load(acc_ptrs, mask=row_ok[:, None], other=0.0)
+        acc += acc_p * tl.exp2(m_p - pivot)[:, None]
     return acc, m_i, l_i
 
 
@@ -114,7 +116,6 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
@@ -208,7 +209,7 @@ def _decode_kernel(
                 tl.store(arrivals_ptr + first, 0)  # ready for the next launch
                 acc, m_i, l_i = _merge_pieces(
                     partial_acc_ptr, partial_m_ptr, partial_l_ptr, first, pieces,
-                    rows, offs_d, row_ok, BLOCK_M, BLOCK_D, BLOCK_P,
+                    rows, offs_d, row_ok, BLOCK_M, BLOCK_D, BLOCK_P=16,
                 )  # fmt: skip
         if complete:
             out, lse = softmax_finish(acc, m_i, l_i)
@@ -246,7 +247,6 @@ def decode_attention(
     block_m: int,
     block_n: int,
     block_d: int,
-    block_p: int,
     num_warps: int,
     num_stages: int,
     use_tma: bool,
@@ -282,6 +282,6 @@ def decode_attention(
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_P=block_p,
-        NUM_STAGES=num_stages, num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+        num_warps=num_warps,
     )  # fmt: skip

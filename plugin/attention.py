@@ -275,7 +275,7 @@ class PagedAttention:
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_req,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, scale,
-            item_overhead=self.config.item_overhead, block_p=self.config.merge_pieces,
+            item_overhead=self.config.item_overhead,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
         )  # fmt: skip

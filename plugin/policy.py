@@ -123,12 +123,6 @@ class Config:
     item_overhead: int = 2
 
     @property
-    def merge_pieces(self) -> int:
-        """Partial results of an item that a merge has in flight: 64 KiB of fp32, 1 to 16."""
-        per_piece = self.decode.block_m * self.decode.block_d
-        return max(1, min(16, 16384 // per_piece))
-
-    @property
     def prefill_block_q(self) -> int:
         """Query tokens of one prefill tile."""
         return self.prefill.block_m // self.geometry.group_size

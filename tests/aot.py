@@ -124,7 +124,6 @@ def _compile_attention(kernel, config, dtype, arch, middle):
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
-        constants["BLOCK_P"] = config.merge_pieces
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
 
 

@@ -90,7 +90,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             kv_cache_spec.head_size,
             page_size=kv_cache_spec.block_size,
             dtype=kv_cache_spec.dtype,
-            max_num_reqs=scheduler.max_num_seqs,
+            # Graphs may be captured for more requests than are ever scheduled.
+            max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
             max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
             device=device,
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),

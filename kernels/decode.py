@@ -21,14 +21,8 @@ from tilewise.kernels.online_softmax import softmax_finish
 
 
 @triton.jit
-def _first_unit(worker, total, active):
-    """Where a worker's stretch starts; see ``tilewise.policy.first_unit``."""
-    return (worker.to(tl.int64) * total // active).to(tl.int32)
-
-
-@triton.jit
 def _owner(unit, total, active):
-    """The worker whose stretch holds ``unit``: the inverse of ``_first_unit``."""
+    """The worker whose stretch holds ``unit``: see ``tilewise.policy.owner``."""
     return (((unit.to(tl.int64) + 1) * active - 1) // total).to(tl.int32)
 
 
@@ -88,7 +82,7 @@ def _decode_kernel(
     block_table_ptr,
     header_ptr,
     cu_work_ptr,
-    worker_req_ptr,
+    worker_record_ptr,
     partial_acc_ptr,
     partial_m_ptr,
     partial_l_ptr,
@@ -117,29 +111,39 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
     worker = tl.program_id(0)
-    active = tl.load(header_ptr + 1)
-    if worker >= active:
+    record = worker_record_ptr + worker * 8
+    cursor = tl.load(record)
+    stretch_end = tl.load(record + 1)
+    if cursor >= stretch_end:
         return
+    req = tl.load(record + 2)
+    req_begin = tl.load(record + 3)
+    req_end = tl.load(record + 4)
+    query_start = tl.load(record + 5)
+    query_len = tl.load(record + 6)
+    seq_len = tl.load(record + 7)
+    active = tl.load(header_ptr + 1)
     total = tl.load(header_ptr + 2)
-    cursor = _first_unit(worker, total, active)
-    stretch_end = _first_unit(worker + 1, total, active)
-    req = tl.load(worker_req_ptr + worker)
     rows = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
 
     while cursor < stretch_end:
-        while tl.load(cu_work_ptr + req + 1) <= cursor:
-            req += 1
-        query_start = tl.load(query_start_loc_ptr + req)
-        query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
-        seq_len = tl.load(seq_lens_ptr + req)
+        if cursor >= req_end:
+            while req_end <= cursor:
+                req += 1
+                req_end = tl.load(cu_work_ptr + req + 1)
+            req_begin = tl.load(cu_work_ptr + req)
+            query_start = tl.load(query_start_loc_ptr + req)
+            query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+            seq_len = tl.load(seq_lens_ptr + req)
         tiles_n = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, BLOCK_M)
         length = tiles_n + ITEM_OVERHEAD  # units of one item
-        local = cursor - tl.load(cu_work_ptr + req)
+        local = cursor - req_begin
         item = local // length
         kv_head = item // tiles_m
         m_tile = item - kv_head * tiles_m
@@ -186,7 +190,7 @@ def _decode_kernel(
             acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
             pos, seq_len, scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
-            1 if USE_TMA else NUM_STAGES,
+            TAIL_STAGES if USE_TMA else NUM_STAGES,
         )  # fmt: skip
 
         complete = True
@@ -236,7 +240,7 @@ def decode_attention(
     block_table: torch.Tensor,
     header: torch.Tensor,
     cu_work: torch.Tensor,
-    worker_req: torch.Tensor,
+    worker_record: torch.Tensor,
     partial_acc: torch.Tensor,
     partial_m: torch.Tensor,
     partial_l: torch.Tensor,
@@ -249,6 +253,7 @@ def decode_attention(
     block_d: int,
     num_warps: int,
     num_stages: int,
+    tail_stages: int,
     use_tma: bool,
 ) -> None:
     """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
@@ -263,8 +268,8 @@ def decode_attention(
         Views of the paged keys and values.
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it.
-    header, cu_work, worker_req : Tensor, int32
-        The plan: active workers and total units, units before each request, each worker's start.
+    header, cu_work, worker_record : Tensor, int32
+        The plan (``tilewise.kernels.plan``): totals, units before each request, worker's starts.
     partial_acc : Tensor[2 * num_workers, block_m, block_d], fp32
     partial_m, partial_l : Tensor[2 * num_workers, block_m], fp32
         Scratch for items that several workers share.
@@ -275,13 +280,13 @@ def decode_attention(
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     _decode_kernel[(arrivals.shape[0],)](
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
-        header, cu_work, worker_req, partial_acc, partial_m, partial_l, arrivals,
+        header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
         scale * 1.4426950408889634,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, TAIL_STAGES=tail_stages,
         num_warps=num_warps,
     )  # fmt: skip

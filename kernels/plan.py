@@ -4,6 +4,11 @@ It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test
 equal).  One program, once a step; the host never learns the lengths.
 
 ``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all.
+
+``worker_record`` (int32, eight a worker): [0] first unit and [1] end of its stretch (0, 0 when
+idle), [2] the request it starts in, that request's [3] first unit and [4] end, [5] first query
+row, [6] query length and [7] sequence length.  One row of 32 bytes, so that a decode program
+knows where it starts after a single memory latency.
 """
 
 import torch
@@ -11,6 +16,7 @@ import triton
 import triton.language as tl
 
 HEADER_SIZE = 3
+RECORD_SIZE = 8
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def _plan_kernel(
     tile_token_ptr,
     cu_tiles_ptr,
     cu_work_ptr,
-    worker_req_ptr,
+    worker_record_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     num_reqs,
@@ -104,10 +110,23 @@ def _plan_kernel(
     # The bisections read what other threads of this program wrote above.
     tl.debug_barrier()
     worker = tl.arange(0, BLOCK_W)
-    first_unit = (worker * total.to(tl.int64) // tl.maximum(active, 1)).to(tl.int32)
-    w_ok = worker < active
-    w_req = _find_request(cu_work_ptr, first_unit, num_reqs, w_ok, SEARCH_STEPS)
-    tl.store(worker_req_ptr + worker, w_req, mask=w_ok)
+    divisor = tl.maximum(active, 1)
+    unit = (worker * total.to(tl.int64) // divisor).to(tl.int32)
+    unit_end = ((worker + 1) * total.to(tl.int64) // divisor).to(tl.int32)
+    busy = worker < active
+    first_req = _find_request(cu_work_ptr, unit, num_reqs, busy, SEARCH_STEPS)
+    query_start = tl.load(query_start_loc_ptr + first_req, mask=busy, other=0)
+    query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
+    record = worker_record_ptr + worker * 8
+    here = worker < NUM_WORKERS
+    tl.store(record, tl.where(busy, unit, 0), mask=here)
+    tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
+    tl.store(record + 2, first_req, mask=here)
+    tl.store(record + 3, tl.load(cu_work_ptr + first_req, mask=busy, other=0), mask=here)
+    tl.store(record + 4, tl.load(cu_work_ptr + first_req + 1, mask=busy, other=0), mask=here)
+    tl.store(record + 5, query_start, mask=here)
+    tl.store(record + 6, query_end - query_start, mask=here)
+    tl.store(record + 7, tl.load(seq_lens_ptr + first_req, mask=busy, other=0), mask=here)
     for base in range(0, num_tiles, BLOCK_LIST):
         slot = base + tl.arange(0, BLOCK_LIST)
         ok = slot < num_tiles
@@ -125,7 +144,7 @@ def plan_on_device(
     tile_token: torch.Tensor,
     cu_tiles: torch.Tensor,
     cu_work: torch.Tensor,
-    worker_req: torch.Tensor,
+    worker_record: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_reqs: int,
@@ -148,15 +167,15 @@ def plan_on_device(
         Request and first query token (within the request) of each prefill tile, last tile first.
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
         Prefill tiles and decode units before each request.
-    worker_req : Tensor[num_workers], int32
-        The request in which each worker's stretch starts.
+    worker_record : Tensor[num_workers, 8], int32
+        Where each decode worker starts and ends; see the module's head.
     query_start_loc : Tensor[num_reqs + 1], int32
     seq_lens : Tensor[num_reqs], int32
     """
     max_reqs = cu_work.shape[0] - 1
-    num_workers = worker_req.shape[0]
+    num_workers = worker_record.shape[0]
     _plan_kernel[(1,)](
-        header, tile_req, tile_token, cu_tiles, cu_work, worker_req,
+        header, tile_req, tile_token, cu_tiles, cu_work, worker_record,
         query_start_loc, seq_lens, num_reqs,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,

@@ -51,6 +51,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """out = softmax(scale * q k^T + causal mask) v; grid = (prefill tiles, KV heads)."""
     slot = tl.program_id(0)
@@ -102,7 +103,7 @@ def _prefill_kernel(
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
         scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, 1,
+        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
     )  # fmt: skip
 
     out, lse = softmax_finish(acc, m_i, l_i)
@@ -136,6 +137,7 @@ def prefill_attention(
     block_d: int,
     num_warps: int,
     num_stages: int,
+    tail_stages: int,
     use_tma: bool,
 ) -> None:
     """Attend for every query tile of the plan and write ``out`` (and ``lse``) in place.
@@ -165,6 +167,6 @@ def prefill_attention(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, TAIL_STAGES=tail_stages,
         num_warps=num_warps,
     )  # fmt: skip

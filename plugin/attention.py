@@ -14,7 +14,7 @@ from tilewise import counters, policy
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, tma_possible
-from tilewise.kernels.plan import HEADER_SIZE, plan_on_device
+from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -121,7 +121,8 @@ class PagedAttention:
         self._header = ints(HEADER_SIZE)
         self._tile_req, self._tile_token = ints(max(tiles, 1)), ints(max(tiles, 1))
         self._cu_tiles, self._cu_work = ints(self.max_num_reqs + 1), ints(self.max_num_reqs + 1)
-        self._worker_req, self._arrivals = ints(workers), ints(workers)
+        self._arrivals = ints(workers)
+        self._worker_record = ints(workers * RECORD_SIZE).view(workers, RECORD_SIZE)
         rows = (2 * workers, cfg.decode.block_m)
         self._partial_acc = torch.empty(
             (*rows, cfg.decode.block_d), dtype=torch.float32, device=self.device
@@ -183,7 +184,7 @@ class PagedAttention:
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
-                self._worker_req, query_start_loc, seq_lens, num_reqs,
+                self._worker_record, query_start_loc, seq_lens, num_reqs,
                 num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
@@ -273,11 +274,12 @@ class PagedAttention:
         t = self.config.decode
         decode_attention(
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
-            self._header, self._cu_work, self._worker_req,
+            self._header, self._cu_work, self._worker_record,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, scale,
             item_overhead=self.config.item_overhead,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
-            num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
+            num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
+            use_tma=t.use_tma and can_tma,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 
@@ -297,7 +299,8 @@ class PagedAttention:
             self._header, self._tile_req, self._tile_token, scale,
             max_tiles=plan.max_prefill_tiles,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
-            num_warps=t.num_warps, num_stages=t.num_stages, use_tma=t.use_tma and can_tma,
+            num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
+            use_tma=t.use_tma and can_tma,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
 

@@ -95,7 +95,8 @@ class Tiles:
     """Launch configuration of one attention kernel.
 
     ``block_m`` query rows (tokens times the heads of a group), ``block_n`` keys a step,
-    ``block_d`` padded head size; ``use_tma`` reads whole-page tiles with the copy engine.
+    ``block_d`` padded head size; ``use_tma`` reads whole-page tiles with the copy engine;
+    ``num_stages`` pipelines the loop without masks, ``tail_stages`` the one with them.
     """
 
     block_m: int
@@ -104,6 +105,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     use_tma: bool
+    tail_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,12 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_n = 64 if geometry.element_size * d <= 256 else 32
-    # Whole pages by pointers, not by the copy engine: equally fast, cheaper to launch, and a masked
-    # copy fills the tail with zeros where a copied page would need a second, slower loop.
-    if geometry.page_size % block_n == 0:
-        tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=False)
-    else:
-        tiles = Tiles(block_m, 32, d, num_warps=4, num_stages=4, use_tma=False)
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True)
+    if not _tma_fits(tiles, geometry, device):
+        tiles = replace(tiles, use_tma=False)
+        if geometry.page_size % block_n and block_m == 16:
+            # Every row looks up its page: smaller tiles leave registers for a third program.
+            tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
     half = replace(device, shared_memory=device.shared_memory // 2)
     smallest = replace(tiles, block_n=16, num_stages=1)
@@ -237,7 +239,7 @@ def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    wanted = 2 if tiles.block_n >= 64 else 3
+    wanted = 2 if tiles.block_n * tiles.block_d >= 64 * 128 else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
@@ -286,7 +288,7 @@ class BatchPlan:
     tile_req: tuple[int, ...]
     tile_token: tuple[int, ...]
     cu_work: tuple[int, ...]
-    worker_req: tuple[int, ...]
+    worker_record: tuple[tuple[int, ...], ...]
 
 
 def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Config) -> BatchPlan:
@@ -302,7 +304,8 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     BatchPlan
         ``header`` = (prefill tiles, active workers, total units); ``tile_req``/``tile_token``
         per prefill tile, last tile first; ``cu_work`` decode units before each request;
-        ``worker_req`` the request where each worker starts.
+        ``worker_record`` per active worker: its stretch, the request it starts in, that
+        request's units, first query row, query and sequence length.
     """
     block_q = config.prefill_block_q
     tiles: list[tuple[int, int]] = []
@@ -318,18 +321,21 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
     active = active_workers(total, items, config)
-    worker_req = []
+    query_start = tuple(accumulate(query_lens, initial=0))
+    records = []
     r = 0
     for worker in range(active):
-        while cu_work[r + 1] <= first_unit(worker, total, active):
+        unit, unit_end = (first_unit(w, total, active) for w in (worker, worker + 1))
+        while cu_work[r + 1] <= unit:
             r += 1
-        worker_req.append(r)
+        span = (cu_work[r], cu_work[r + 1])
+        records.append((unit, unit_end, r, *span, query_start[r], query_lens[r], seq_lens[r]))
     return BatchPlan(
         header=(len(tiles), active, total),
         tile_req=tuple(r for r, _ in reversed(tiles)),
         tile_token=tuple(t for _, t in reversed(tiles)),
         cu_work=cu_work,
-        worker_req=tuple(worker_req),
+        worker_record=tuple(records),
     )
 
 

@@ -104,6 +104,7 @@ def _attention_constants(config, tiles, dtype):
         "PAGE_SIZE": g.page_size, "HAS_LSE": False, "USE_TMA": tiles.use_tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n, "BLOCK_D": tiles.block_d, "NUM_STAGES": tiles.num_stages,
+        "TAIL_STAGES": tiles.tail_stages,
     }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def compile_prefill(config, dtype, arch):
 
 def compile_decode(config, dtype, arch):
     """Compile the decode kernel of ``config``; returns ``(compiled, tiles)``."""
-    middle = dict.fromkeys(("header_ptr", "cu_work_ptr", "worker_req_ptr"), "*i32")
+    middle = dict.fromkeys(("header_ptr", "cu_work_ptr", "worker_record_ptr"), "*i32")
     middle |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
     middle["arrivals_ptr"] = "*i32"
     return _compile_attention("decode", config, dtype, arch, middle)
@@ -143,7 +144,7 @@ def compile_decode(config, dtype, arch):
 
 def compile_plan(config, arch, max_reqs=1024):
     """Compile the plan kernel of ``config``."""
-    names = "header tile_req tile_token cu_tiles cu_work worker_req query_start_loc seq_lens"
+    names = "header tile_req tile_token cu_tiles cu_work worker_record query_start_loc seq_lens"
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {"num_reqs": "i32"}
     constants = {
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,

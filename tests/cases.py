@@ -130,7 +130,7 @@ def poison_scratch(attn: PagedAttention) -> None:
     """NaN in every scratch byte that a kernel may only read after writing it."""
     for buffer in (attn._partial_acc, attn._partial_m, attn._partial_l):
         buffer.fill_(float("nan"))
-    for buffer in (attn._tile_req, attn._tile_token, attn._worker_req):
+    for buffer in (attn._tile_req, attn._tile_token, attn._worker_record):
         buffer.fill_(NOWHERE)
 
 

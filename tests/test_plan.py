@@ -47,9 +47,14 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
     assert 0 <= active <= config.num_workers
     assert (active > 0) == (total > 0)
     starts = [policy.first_unit(w, total, active) for w in range(active)] + [total]
-    for worker, r in enumerate(plan.worker_req):
-        assert plan.cu_work[r] <= starts[worker] < plan.cu_work[r + 1]
-        assert starts[worker + 1] - starts[worker] in (total // active, total // active + 1)
+    assert len(plan.worker_record) == active
+    for worker, record in enumerate(plan.worker_record):
+        unit, unit_end, r, begin, end, _, query_len, seq_len = record
+        assert (unit, unit_end) == (starts[worker], starts[worker + 1])
+        assert plan.cu_work[r : r + 2] == (begin, end)
+        assert begin <= unit < end
+        assert (query_len, seq_len) == (query_lens[r], seq_lens[r])
+        assert unit_end - unit in (total // active, total // active + 1)
         for unit in (starts[worker], starts[worker + 1] - 1):
             assert policy.owner(unit, total, active) == worker
     covered = {(r, t) for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
@@ -131,7 +136,7 @@ def plan_on(device):
             dtype=torch.bfloat16, max_num_reqs=max_reqs, max_num_tokens=200_000, device=device,
             config=config,
         )  # fmt: skip
-        for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_req):
+        for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_record):
             buffer.fill_(NOWHERE)
         ints = {"dtype": torch.int32, "device": device}
         qsl = torch.tensor([sum(query_lens[:i]) for i in range(len(batch) + 1)], **ints)
@@ -140,12 +145,13 @@ def plan_on(device):
             num_tokens=sum(query_lens), max_query_len=3000,
         )  # fmt: skip
         n, active = attn._header[0].item(), attn._header[1].item()
+        assert not attn._worker_record[active:, :2].any(), "idle workers must have no stretch"
         return policy.BatchPlan(
             header=tuple(attn._header.tolist()),
             tile_req=tuple(attn._tile_req[:n].tolist()),
             tile_token=tuple(attn._tile_token[:n].tolist()),
             cu_work=tuple(attn._cu_work[: len(batch) + 1].tolist()),
-            worker_req=tuple(attn._worker_req[:active].tolist()),
+            worker_record=tuple(map(tuple, attn._worker_record[:active].tolist())),
         )
 
     return run

@@ -48,6 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(WORKLOADS)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=1, help="repeats on each server (%(default)s)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N",
+        help="servers on the GPU together, started at once and measured in turn (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
     parser.add_argument(
         "--append", action="store_true", help="keep the rows that the result file has"
@@ -149,7 +153,7 @@ def log_tail(path: Path, lines: int = 12) -> str:
 
 
 class ServerRun:
-    """One server with its client; `rows` is complete after `run`, whatever happens."""
+    """One server with its client: `start`, `measure`, `stop`; `measure` fills `rows`."""
 
     def __init__(
         self, job: Job, start_timeout: float, run_timeout: float, monitor: GpuMonitor | None = None
@@ -162,29 +166,38 @@ class ServerRun:
         self.server_log = job.folder / f"server_{job.backend}.log"
         self.client_log = job.folder / f"client_{job.backend}.log"
         self._status = job.folder / f"status_{job.backend}.jsonl"
+        self._gate = job.folder / f"gate_{job.backend}"
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._job_file = job.folder / f"job_{job.backend}.json"
         self._up = False
 
-    def run(self) -> list[report.Row]:
-        """Start both, collect every workload, end both."""
+    def start(self) -> None:
+        """Start the server and its client, which waits for the server and for its turn."""
         self._status.write_text("")
+        self._gate.unlink(missing_ok=True)
         content = {
             "port": self.job.port,
+            "gate": str(self._gate),
             "status": str(self._status),
             "commands": self.job.client_commands(),
         }
         self._job_file.write_text(json.dumps(content))
         client = [sys.executable, "-m", "tilewise.bench.serve_client", str(self._job_file)]
-        processes: list[subprocess.Popen[bytes]] = []
         with self.server_log.open("wb") as server_log, self.client_log.open("wb") as client_log:
-            try:
-                processes.append(_start(self.job.server_command(), server_log))
-                processes.append(_start(client, client_log))
-                self._collect(*processes)
-            finally:
-                for process in reversed(processes):
-                    stop_group(process)
+            self._processes.append(_start(self.job.server_command(), server_log))
+            self._processes.append(_start(client, client_log))
+
+    def measure(self) -> list[report.Row]:
+        """Let the client go and collect every workload."""
+        self._gate.touch()
+        self._collect(*self._processes)
         return self.rows
+
+    def stop(self) -> None:
+        """End both processes."""
+        for process in reversed(self._processes):
+            stop_group(process)
+        self._processes.clear()
 
     def _collect(self, server: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> None:
         started = time.monotonic()
@@ -283,6 +296,11 @@ def _pick_workloads(names: str) -> list[Workload]:
     return [WORKLOADS[name] for name in wanted]
 
 
+def _memory_share(at_once: int) -> list[str]:
+    """Return the server's share of the GPU's memory where it is not alone."""
+    return ["--gpu-memory-utilization", f"{0.9 / at_once:.2f}"] if at_once > 1 else []
+
+
 def make_jobs(args: argparse.Namespace, folder: Path) -> list[Job]:
     """Return one job for each backend."""
     chosen = _pick_workloads(args.workloads)
@@ -296,7 +314,7 @@ def make_jobs(args: argparse.Namespace, folder: Path) -> list[Job]:
             port=args.port or free_port(),
             folder=folder,
             max_model_len=args.max_model_len or -(-longest // 256) * 256,
-            extra=shlex.split(args.serve_args),
+            extra=[*_memory_share(args.at_once), *shlex.split(args.serve_args)],
         )
         for backend in args.backends.split(",")
         if backend
@@ -343,16 +361,24 @@ def _run_jobs(args: argparse.Namespace, argv: Sequence[str], jobs: list[Job]) ->
         env.update(ceilings_of_own_process())
     monitor = GpuMonitor.start()
     rows: list[report.Row] = []
-    for job in jobs:
-        run = ServerRun(job, args.start_timeout, args.run_timeout, monitor)
+    for start in range(0, len(jobs), args.at_once):
+        together = [
+            ServerRun(job, args.start_timeout, args.run_timeout, monitor)
+            for job in jobs[start : start + args.at_once]
+        ]
         try:
-            run.run()
+            for run in together:
+                run.start()
+            for run in together:
+                run.measure()
         finally:
-            rows += run.rows
+            for run in together:
+                run.stop()
+            found = [row for run in together for row in run.rows]
+            rows += found
             env["clocks"] = monitor.summary()
             if args.out is not None:
-                first = not args.append and job is jobs[0]
-                merge(args.out, env, run.rows, append=not first)
+                merge(args.out, env, found, append=args.append or start > 0)
     print(report.serve_table(rows))
     return EXIT_FAILED if any(row.get("error") for row in rows) else EXIT_OK
 

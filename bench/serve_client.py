@@ -30,13 +30,14 @@ def main(argv: list[str]) -> int:
     Parameters
     ----------
     argv : list of str
-        The job file: ``{"port": int, "status": path, "commands": [[name, [argument, ...]]]}``.
+        The job file: ``{"port": int, "gate": path, "status": path, "commands": [[name,
+        [argument, ...]]]}``. Nothing is sent before the server is healthy and the gate exists.
     """
     job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     # The client itself needs no device; importing it here overlaps with the server's start.
     vllm_cli = importlib.import_module("vllm.entrypoints.cli.main")
     importlib.import_module("vllm.benchmarks.serve")
-    while not healthy(job["port"]):
+    while not (Path(job["gate"]).exists() and healthy(job["port"])):
         time.sleep(0.5)
     with Path(job["status"]).open("a", encoding="utf-8") as status:
         for name, arguments in job["commands"]:

@@ -1,6 +1,6 @@
 """The inner loop of prefill and decode: one query tile against a range of key tiles.
 
-    qk = q k^T;  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc = acc * alpha + p v
+qk = q k^T;  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc = acc * alpha + p v
 """
 
 import triton

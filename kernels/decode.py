@@ -224,9 +224,7 @@ def _decode_kernel(
             if HAS_LSE:
                 NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
                 lse_item_ptr = lse_ptr + req_token * NUM_Q_HEADS + first_head
-                tl.store(
-                    lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok
-                )
+                tl.store(lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok)
         cursor += end - begin
 
 
@@ -287,6 +285,6 @@ def decode_attention(
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, TAIL_STAGES=tail_stages,
-        num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, num_warps=num_warps,
     )  # fmt: skip

@@ -21,10 +21,12 @@ class KvCache:
 
     @property
     def num_kv_heads(self) -> int:
+        """KV heads of the layer on this rank."""
         return self.k.shape[1]
 
     @property
     def page_size(self) -> int:
+        """Tokens per page."""
         return self.k.shape[2]
 
 

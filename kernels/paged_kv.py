@@ -4,7 +4,7 @@ A request's key ``n`` lives in page ``block_table[request, n // PAGE_SIZE]`` at 
 ``n % PAGE_SIZE``.  Three ways to fetch ``BLOCK_N`` consecutive keys:
 
 * ``load_tile_tma``: the tile lies inside one page; one bulk tensor copy (sm_90 and later).
-* ``load_tile`` with ``PAGE_SIZE % BLOCK_N == 0``: the tile lies inside one page; one page id a tile.
+* ``load_tile`` with ``PAGE_SIZE % BLOCK_N == 0``: likewise, by pointers; one page id a tile.
 * ``load_tile`` otherwise: every row looks up its own page.
 
 ``tile_pages`` reads the page ids; the loops call it one tile ahead, so that no copy waits for one.
@@ -17,9 +17,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_pages(
-    block_table_row_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def tile_pages(block_table_row_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of keys ``start .. start + BLOCK_N``: one if the tile lies in a page, else a row's.
 
     Keys at or past ``limit`` look up nothing (id 0), so the table is never read past its request.

@@ -167,6 +167,6 @@ def prefill_attention(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, TAIL_STAGES=tail_stages,
-        num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, num_warps=num_warps,
     )  # fmt: skip

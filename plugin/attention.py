@@ -413,7 +413,7 @@ def describe_device(device: torch.device) -> policy.Device:
     return policy.Device(
         arch=props.major * 10 + props.minor,
         num_sms=props.multi_processor_count,
-        shared_memory=props.shared_memory_per_block_optin,
+        shared_memory=props.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 

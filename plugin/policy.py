@@ -112,9 +112,9 @@ class Tiles:
 class Config:
     """Everything the plan and the two kernels are launched with.
 
-    ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key tiles; an item, one
-    (request, KV head, query tile), costs ``item_overhead`` more than its tiles, or whoever gets
-    many short requests would finish last.
+    ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
+    tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
+    tiles, or whoever gets many short requests would finish last.
     """
 
     geometry: Geometry
@@ -122,7 +122,7 @@ class Config:
     decode: Tiles
     num_workers: int
     num_sms: int
-    item_overhead: int = 2
+    item_overhead: int = 3
 
     @property
     def prefill_block_q(self) -> int:
@@ -174,7 +174,7 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         # 64 rows of 4 warps leave room for two or three programs an SM; measured best at short
         # and level with 128 rows at long sequences (bench/NOTES.md).  Without whole pages the
         # addresses take registers, so twice the rows share them among eight warps.
-        tiles = Tiles(max(64, group), 64, d, num_warps=4, num_stages=3, use_tma=True)
+        tiles = Tiles(max(64, group), 64, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
         if d <= 64:
             tiles = replace(tiles, block_m=128, num_warps=8)
         if not _tma_fits(tiles, geometry, device):
@@ -194,7 +194,7 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True)
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
         if geometry.page_size % block_n and block_m == 16:

@@ -150,7 +150,8 @@ def compile_plan(config, arch, max_reqs=1024):
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,
         "DECODE_MAX_QUERY_LEN": policy.DECODE_MAX_QUERY_LEN,
         "PREFILL_BLOCK_Q": config.prefill_block_q, "DECODE_BLOCK_M": config.decode.block_m,
-        "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers, "NUM_SMS": config.num_sms,
+        "DECODE_BLOCK_N": config.decode.block_n, "NUM_WORKERS": config.num_workers,
+        "NUM_SMS": config.num_sms,
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(),
@@ -209,7 +210,9 @@ def main():
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(ELEMENT_SIZE))
     parser.add_argument("--heads", default="32/8", help="query/KV heads")
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--job", type=Path, help="JSON list of [kernel, dtype, arch, head_dim, page_size]")
+    parser.add_argument(
+        "--job", type=Path, help="JSON list of [kernel, dtype, arch, head_dim, page_size]"
+    )
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
     if args.job:

@@ -379,7 +379,11 @@ def fake_job(tmp_path: Path, monkeypatch, server: str, client: str) -> serve.Ser
     monkeypatch.setattr(serve, "_start", start)
     monkeypatch.setattr(serve, "healthy", lambda port: True)
     run = serve.ServerRun(job, start_timeout=20, run_timeout=20)
-    run.run()
+    run.start()
+    try:
+        run.measure()
+    finally:
+        run.stop()
     assert all(process.poll() is not None for process in started)
     return run
 

@@ -61,7 +61,7 @@ def test_pointer_and_copy_engine_paths_agree(kernel, use_tma, device):
 def test_rows_without_keys_are_zero(requests, decode, device):
     """More query tokens than keys: leading rows see nothing, so out = 0 and lse = -inf."""
     case = Case(requests)
-    (query_len, context), missing = requests[0], -requests[0][1]
+    query_len, missing = requests[0][0], -requests[0][1]
     batch = make_batch(case, device)
     attn = make_attention(case, device)
     plan_batch(attn, batch)

@@ -17,7 +17,8 @@ LLAMA = policy.Geometry(32, 8, 128, 64, 2)
 
 requests = st.lists(
     st.tuples(
-        st.one_of(st.integers(0, 20), st.integers(0, 3000)), st.one_of(st.just(0), st.integers(0, 9000))
+        st.one_of(st.integers(0, 20), st.integers(0, 3000)),
+        st.one_of(st.just(0), st.integers(0, 9000)),
     ),
     max_size=40,
 )  # fmt: skip
@@ -26,9 +27,8 @@ geometries = st.builds(
     st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 48, 128]), st.sampled_from([1, 2, 8]),
     st.sampled_from([64, 80, 96, 128, 256]), st.sampled_from([16, 48, 64, 128, 528]),
 )  # fmt: skip
-devices = st.sampled_from(
-    [H200, policy.INTERPRETER, policy.Device(80, 108, 163 * 1024), policy.Device(89, 128, 99 * 1024)]
-)  # fmt: skip
+A100, L40 = policy.Device(80, 108, 163 * 1024), policy.Device(89, 128, 99 * 1024)
+devices = st.sampled_from([H200, policy.INTERPRETER, A100, L40])
 
 
 def lengths(batch):
@@ -57,8 +57,11 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
         assert unit_end - unit in (total // active, total // active + 1)
         for unit in (starts[worker], starts[worker + 1] - 1):
             assert policy.owner(unit, total, active) == worker
-    covered = {(r, t) for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
-               for t in range(first, min(first + config.prefill_block_q, query_lens[r]))}  # fmt: skip
+    covered = {
+        (r, t)
+        for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
+        for t in range(first, min(first + config.prefill_block_q, query_lens[r]))
+    }
     wanted = {(r, t) for r, q in enumerate(query_lens) if q > 16 for t in range(q)}
     assert covered == wanted
     bound = policy.max_prefill_tiles(sum(query_lens), len(batch), config.prefill_block_q)

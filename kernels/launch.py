@@ -30,16 +30,17 @@ class KvCache:
         return self.k.shape[2]
 
 
-def tma_possible(kv: KvCache) -> bool:
-    """Whether both views meet the copy engine's alignment: 16-byte base and strides."""
+def tma_strides(kv: KvCache) -> bool:
+    """Whether both views' strides suit the copy engine: positive multiples of 16 bytes.
 
-    def aligned(x: torch.Tensor) -> bool:
-        size = x.element_size()
-        # An axis of length 1 is never stepped along, so its stride is free to be anything.
-        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-        return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in strides)
-
-    return aligned(kv.k) and aligned(kv.v)
+    A single KV head is never stepped over, so its stride is free to be anything.
+    """
+    return all(
+        stride > 0 and stride * x.element_size() % 16 == 0
+        for x in (kv.k, kv.v)
+        for axis, stride in enumerate(x.stride()[:-1])
+        if not (axis == 1 and x.shape[1] == 1)
+    )
 
 
 def _descriptor(x: torch.Tensor, block_n: int, block_d: int) -> TensorDescriptor:

@@ -13,7 +13,7 @@ import torch
 from tilewise import counters, policy
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
-from tilewise.kernels.launch import KvCache, tma_possible
+from tilewise.kernels.launch import KvCache, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
 
@@ -105,6 +105,7 @@ class PagedAttention:
         self.dtype = dtype
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
+        self._layouts: dict[tuple[object, ...], bool] = {}
         self._generation = 0
         self._plan: Plan | None = None
         self._allocate()
@@ -245,7 +246,7 @@ class PagedAttention:
             When the plan is stale, was made by another object, or the tensors do not fit it.
         """
         plan = self._current(plan)
-        kv = self._check_tensors(plan, q, kv_cache, out)
+        kv, use_tma = self._bind(plan, q, kv_cache, out)
         scale = self.geometry.head_dim**-0.5 if scale is None else scale
         if not (scale > 0.0 and math.isfinite(scale)):
             raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
@@ -254,11 +255,10 @@ class PagedAttention:
         lse = None
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        can_tma = tma_possible(kv)
         if plan.has_decode:
-            self._run_decode(plan, out, lse, q, kv, scale, can_tma)
+            self._run_decode(plan, out, lse, q, kv, scale, use_tma)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, out, lse, q, kv, scale, can_tma)
+            self._run_prefill(plan, out, lse, q, kv, scale, use_tma)
         return (out, lse) if lse is not None else out
 
     def _run_decode(
@@ -269,7 +269,7 @@ class PagedAttention:
         q: torch.Tensor,
         kv: KvCache,
         scale: float,
-        can_tma: bool,
+        use_tma: bool,
     ) -> None:
         t = self.config.decode
         decode_attention(
@@ -279,7 +279,7 @@ class PagedAttention:
             item_overhead=self.config.item_overhead,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and can_tma,
+            use_tma=t.use_tma and use_tma,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 
@@ -291,7 +291,7 @@ class PagedAttention:
         q: torch.Tensor,
         kv: KvCache,
         scale: float,
-        can_tma: bool,
+        use_tma: bool,
     ) -> None:
         t = self.config.prefill
         prefill_attention(
@@ -300,7 +300,7 @@ class PagedAttention:
             max_tiles=plan.max_prefill_tiles,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and can_tma,
+            use_tma=t.use_tma and use_tma,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
 
@@ -357,36 +357,65 @@ class PagedAttention:
                 f"{num_reqs} requests of up to {keys} keys exceed the 2**31 units a plan counts"
             )
 
-    def _check_tensors(
+    def _bind(
         self,
         plan: Plan,
         q: torch.Tensor,
         kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor | None,
-    ) -> KvCache:
-        g = self.geometry
+    ) -> tuple[KvCache, bool]:
+        """Views of the cache, and whether the copy engine can read them; checks what is new.
+
+        A layer passes the same layouts every step, so what was checked once is remembered by
+        everything but the number of rows and the addresses.
+        """
         for name, x in (("q", q), ("out", out)):
-            if x is None:
-                continue
-            if x.dim() != 3 or x.shape[1:] != (g.num_q_heads, g.head_dim) or x.stride(2) != 1:
-                raise PlanMismatch(
-                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
-                    f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
-                )
-            if x.shape[0] < plan.num_tokens:
+            if x is not None and x.shape[0] < plan.num_tokens:
                 raise PlanMismatch(
                     f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
                 )
-            self._check_dtype(name, x)
-        if isinstance(kv_cache, torch.Tensor):
-            if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * g.head_dim:
-                raise PlanMismatch(
-                    f"kv_cache has shape {tuple(kv_cache.shape)}; accepted: "
-                    f"[pages, {g.num_kv_heads}, {g.page_size}, {2 * g.head_dim}]"
-                )
-            kv = KvCache(kv_cache[..., : g.head_dim], kv_cache[..., g.head_dim :])
+        pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
+        tensors = (q, *pair) if out is None else (q, out, *pair)
+        key = (len(pair), out is None, *((x.shape[1:], x.stride(), x.dtype) for x in tensors))
+        aligned = self._layouts.get(key)
+        if aligned is None:
+            self._check_rows("q", q)
+            if out is not None:
+                self._check_rows("out", out)
+            kv = self._check_cache(pair)
+            aligned = self._layouts[key] = tma_strides(kv)
         else:
-            kv = KvCache(*kv_cache)
+            kv = self._split(pair)
+        for x in tensors:
+            if x.device != self.device:
+                raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")
+        return kv, aligned and (kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
+
+    def _split(self, pair: tuple[torch.Tensor, ...]) -> KvCache:
+        if len(pair) == 2:
+            return KvCache(*pair)
+        d = self.geometry.head_dim
+        return KvCache(pair[0][..., :d], pair[0][..., d:])
+
+    def _check_rows(self, name: str, x: torch.Tensor) -> None:
+        g = self.geometry
+        if x.dim() != 3 or x.shape[1:] != (g.num_q_heads, g.head_dim) or x.stride(2) != 1:
+            raise PlanMismatch(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
+                f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
+            )
+        self._check_dtype(name, x)
+
+    def _check_cache(self, pair: tuple[torch.Tensor, ...]) -> KvCache:
+        g = self.geometry
+        if len(pair) == 1 and (pair[0].dim() != 4 or pair[0].shape[3] != 2 * g.head_dim):
+            raise PlanMismatch(
+                f"kv_cache has shape {tuple(pair[0].shape)}; accepted: "
+                f"[pages, {g.num_kv_heads}, {g.page_size}, {2 * g.head_dim}]"
+            )
+        if len(pair) not in (1, 2):
+            raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
+        kv = self._split(pair)
         for name, x in (("k cache", kv.k), ("v cache", kv.v)):
             expected = (g.num_kv_heads, g.page_size, g.head_dim)
             if x.dim() != 4 or tuple(x.shape[1:]) != expected or x.stride(3) != 1:

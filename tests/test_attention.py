@@ -66,7 +66,7 @@ def test_output_that_does_not_fit_is_named(planned):
     attn, batch = planned
     with pytest.raises(PlanMismatch, match="out has 3 rows"):
         attn.run(batch.q, batch.kv_cache, out=batch.q[:3].clone())
-    with pytest.raises(PlanMismatch, match="out is torch.float32"):
+    with pytest.raises(PlanMismatch, match=r"out is torch\.float32"):
         attn.run(batch.q, batch.kv_cache, out=batch.q.float())
 
 

@@ -170,6 +170,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         """
         batch = common_attn_metadata
         _refuse_unsupported(0, batch)
+        # V1 gives dummy requests as many keys as the batch has tokens, which may be more than a
+        # block table of a short max_model_len can name.
+        batch.seq_lens.clamp_(max=batch.block_table_tensor.shape[1] * self.attn.geometry.page_size)
         max_query_len = max(batch.max_query_len, self.decode_query_len)
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             max_query_len = max(max_query_len, batch.num_actual_tokens)

@@ -50,6 +50,39 @@ def _write_kv_kernel(
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], v, mask=mask)
 
 
+def _check_write(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    if k_cache.dim() != 4 or k_cache.stride(3) != 1 or v_cache.stride(-1) != 1:
+        raise ValueError(
+            f"caches have strides {k_cache.stride()} and {v_cache.stride()}; accepted: "
+            "[pages, heads, page, head_dim] with unit last stride"
+        )
+    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            f"v_cache is {v_cache.dtype} {tuple(v_cache.shape)}; accepted: like k_cache, "
+            f"{k_cache.dtype} {tuple(k_cache.shape)}"
+        )
+    if slot_mapping.dim() != 1 or slot_mapping.stride(0) != 1:
+        raise ValueError(
+            f"slot_mapping has shape {tuple(slot_mapping.shape)} and strides "
+            f"{slot_mapping.stride()}; accepted: one contiguous axis"
+        )
+    heads_and_dim = (k_cache.shape[1], k_cache.shape[3])
+    for name, x in (("key", key), ("value", value)):
+        fits = x.dim() == 3 and x.shape[1:] == heads_and_dim and x.stride(2) == 1
+        if not fits or x.shape[0] < slot_mapping.shape[0] or x.dtype != k_cache.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; accepted: "
+                f"{k_cache.dtype} [>= {slot_mapping.shape[0]}, {heads_and_dim[0]}, "
+                f"{heads_and_dim[1]}] with unit last stride"
+            )
+
+
 def write_kv_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -64,11 +97,17 @@ def write_kv_cache(
     k_cache, v_cache : Tensor[num_pages, num_kv_heads, page_size, head_dim]
         Any strides, unit stride in the last axis; written in place.
     key, value : Tensor[num_tokens, num_kv_heads, head_dim]
-        Same dtype as the cache; may be padded beyond ``slot_mapping``.
+        Same dtype as the cache; may be padded beyond ``slot_mapping``.  Unit last stride.
     slot_mapping : Tensor[num_slots], int64 or int32
         ``page * page_size + slot`` of each token; negative slots are skipped.
+
+    Raises
+    ------
+    ValueError
+        Naming the tensor that does not fit.
     """
-    num_tokens = min(slot_mapping.shape[0], key.shape[0])
+    _check_write(k_cache, v_cache, key, value, slot_mapping)
+    num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
     _, num_heads, page_size, head_dim = k_cache.shape

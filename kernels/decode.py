@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend
-from tilewise.kernels.launch import KvCache, kv_arguments
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, kv_arguments
 from tilewise.kernels.online_softmax import softmax_finish
 
 
@@ -70,7 +70,7 @@ def _merge_pieces(
     return acc, m_i, l_i
 
 
-@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=["stride_bt_b"])
+@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=BATCH_ARGUMENTS)
 def _decode_kernel(
     out_ptr,
     lse_ptr,
@@ -140,9 +140,11 @@ def _decode_kernel(
             query_start = tl.load(query_start_loc_ptr + req)
             query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
             seq_len = tl.load(seq_lens_ptr + req)
-        tiles_n = tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
+        # Sizes come from the plan and lengths only from its tensors: should these have changed
+        # since, results are wrong but every piece still arrives and no address leaves its tensor.
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, BLOCK_M)
-        length = tiles_n + ITEM_OVERHEAD  # units of one item
+        length = (req_end - req_begin) // (tiles_m * NUM_KV_HEADS)  # units of one item
+        tiles_n = length - ITEM_OVERHEAD
         local = cursor - req_begin
         item = local // length
         kv_head = item // tiles_m

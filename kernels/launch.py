@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# Batches arrive as slices of larger buffers: their addresses may have any alignment, and a kernel
+# compiled for one must serve all.
+BATCH_ARGUMENTS = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
+
 
 @dataclass(frozen=True)
 class KvCache:

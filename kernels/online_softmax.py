@@ -39,7 +39,7 @@ def softmax_step(qk, m_i, scale_log2, MASKED: tl.constexpr):
 @triton.jit
 def softmax_finish(acc, m_i, l_i):
     """Return ``(out, lse)``: 0 and -inf for rows that saw no key."""
-    has_keys = l_i > 0.0
+    has_keys = l_i != 0.0  # NaN keys must stay NaN, not pass for no keys
     out = acc / tl.where(has_keys, l_i, 1.0)[:, None]
     lse = tl.where(has_keys, (m_i + tl.log2(tl.where(has_keys, l_i, 1.0))) * LN2, NEG_INF)
     return out, lse

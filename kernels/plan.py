@@ -52,7 +52,10 @@ def _active_workers(
     return tl.where(take_whole, whole, lo)
 
 
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["num_reqs"])
+_VARYING = ["num_reqs", "max_tiles", "query_start_loc_ptr", "seq_lens_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_reqs", "max_tiles"], do_not_specialize_on_alignment=_VARYING)
 def _plan_kernel(
     header_ptr,
     tile_req_ptr,
@@ -60,9 +63,11 @@ def _plan_kernel(
     cu_tiles_ptr,
     cu_work_ptr,
     worker_record_ptr,
+    arrivals_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     num_reqs,
+    max_tiles,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DECODE_MAX_QUERY_LEN: tl.constexpr,
@@ -102,6 +107,8 @@ def _plan_kernel(
         num_tiles += tl.sum(tiles, 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
+    # Lengths beyond the bounds the caller gave must not write beyond the buffers.
+    num_tiles = tl.minimum(num_tiles, max_tiles)
     active = _active_workers(total, items, ITEM_OVERHEAD, NUM_WORKERS, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
@@ -119,6 +126,8 @@ def _plan_kernel(
     query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
     record = worker_record_ptr + worker * 8
     here = worker < NUM_WORKERS
+    # Zero after every launch; zeroed again here, so that a launch cut short spoils one step.
+    tl.store(arrivals_ptr + worker, 0, mask=here)
     tl.store(record, tl.where(busy, unit, 0), mask=here)
     tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
     tl.store(record + 2, first_req, mask=here)
@@ -145,6 +154,7 @@ def plan_on_device(
     cu_tiles: torch.Tensor,
     cu_work: torch.Tensor,
     worker_record: torch.Tensor,
+    arrivals: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_reqs: int,
@@ -169,14 +179,16 @@ def plan_on_device(
         Prefill tiles and decode units before each request.
     worker_record : Tensor[num_workers, 8], int32
         Where each decode worker starts and ends; see the module's head.
+    arrivals : Tensor[num_workers], int32
+        The decode kernel's counters of finished pieces; zeroed.
     query_start_loc : Tensor[num_reqs + 1], int32
     seq_lens : Tensor[num_reqs], int32
     """
     max_reqs = cu_work.shape[0] - 1
     num_workers = worker_record.shape[0]
     _plan_kernel[(1,)](
-        header, tile_req, tile_token, cu_tiles, cu_work, worker_record,
-        query_start_loc, seq_lens, num_reqs,
+        header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
+        query_start_loc, seq_lens, num_reqs, tile_req.shape[0],
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend
-from tilewise.kernels.launch import KvCache, kv_arguments
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, kv_arguments
 from tilewise.kernels.online_softmax import softmax_finish
 
 
-@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=["stride_bt_b"])
+@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=BATCH_ARGUMENTS)
 def _prefill_kernel(
     out_ptr,
     lse_ptr,

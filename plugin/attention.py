@@ -5,6 +5,7 @@ Usable without vLLM.  The object owns every buffer the kernels share; after cons
 both can be captured in a CUDA graph and replayed with other lengths.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from tilewise.kernels.launch import KvCache, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
 
+_OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -41,6 +43,8 @@ class Plan:
 
 class PagedAttention:
     """Causal attention of variable-length queries over a paged KV cache.
+
+    One object serves one stream at a time, and every change of lengths needs a new ``plan``.
 
     Parameters
     ----------
@@ -106,6 +110,7 @@ class PagedAttention:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self._layouts: dict[tuple[object, ...], bool] = {}
+        self._id = next(_OBJECTS)
         self._generation = 0
         self._plan: Plan | None = None
         self._allocate()
@@ -160,7 +165,8 @@ class PagedAttention:
         num_tokens : int
             Upper bound on ``query_start_loc[-1]`` (the padded number of tokens).
         max_query_len : int
-            Upper bound on the query lengths; above 16 the prefill kernel is launched.
+            Upper bound on the query lengths; above 16 the prefill kernel is launched.  Rows of
+            requests that break this promise, or that of ``has_decode``, are not computed.
         has_decode : bool
             False promises that no request has 1 to 16 query tokens; the split-KV kernel is
             then not launched.
@@ -176,7 +182,7 @@ class PagedAttention:
             When the batch exceeds the bounds given at construction, or a tensor does not fit.
         """
         num_reqs = seq_lens.shape[0]
-        self._check_batch(query_start_loc, seq_lens, block_table, num_tokens)
+        self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
         cfg = self.config
         tiles = 0
         if max_query_len > policy.DECODE_MAX_QUERY_LEN:
@@ -185,7 +191,7 @@ class PagedAttention:
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
-                self._worker_record, query_start_loc, seq_lens, num_reqs,
+                self._worker_record, self._arrivals, query_start_loc, seq_lens, num_reqs,
                 num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
@@ -194,7 +200,7 @@ class PagedAttention:
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
-            owner=id(self),
+            owner=self._id,
             generation=self._generation,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -220,8 +226,8 @@ class PagedAttention:
 
         Parameters
         ----------
-        q : Tensor[>= num_tokens, num_q_heads, head_dim]
-            Any strides, unit stride in the last axis.
+        q : Tensor[rows, num_q_heads, head_dim]
+            At least ``num_tokens`` rows.  Any strides, unit stride in the last axis.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim], or a pair (k, v)
             One tensor holds K then V in each row (vLLM 0.33); of a pair, each is
             ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.
@@ -236,8 +242,9 @@ class PagedAttention:
 
         Returns
         -------
-        out : Tensor[num_tokens, num_q_heads, head_dim]
-        lse : Tensor[num_tokens, num_q_heads], fp32
+        out : Tensor[rows, num_q_heads, head_dim]
+            Rows that belong to no request hold what was there; in a fresh ``out``, anything.
+        lse : Tensor[rows, num_q_heads], fp32
             Only with ``return_lse``; -inf where a row saw no key (its output is 0).
 
         Raises
@@ -309,7 +316,7 @@ class PagedAttention:
             plan = self._plan
         if plan is None:
             raise PlanMismatch("run() before plan(): call plan() once per batch")
-        if plan.owner != id(self):
+        if plan.owner != self._id:
             raise PlanMismatch("the plan was made by another PagedAttention object")
         if plan.generation != self._generation:
             raise PlanMismatch(
@@ -324,7 +331,10 @@ class PagedAttention:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         num_tokens: int,
+        max_query_len: int,
     ) -> None:
+        if seq_lens.dim() != 1:
+            raise PlanMismatch(f"seq_lens has shape {tuple(seq_lens.shape)}; accepted: [num_reqs]")
         num_reqs = seq_lens.shape[0]
         if num_reqs > self.max_num_reqs:
             raise PlanMismatch(f"{num_reqs} requests; built for at most {self.max_num_reqs}")
@@ -343,18 +353,21 @@ class PagedAttention:
                 f"query_start_loc has shape {tuple(query_start_loc.shape)}; "
                 f"accepted: contiguous ({num_reqs + 1},) for {num_reqs} requests"
             )
-        if seq_lens.dim() != 1 or (num_reqs > 1 and seq_lens.stride(0) != 1):
-            raise PlanMismatch(f"seq_lens has shape {tuple(seq_lens.shape)}; accepted: contiguous")
-        if block_table.dim() != 2 or block_table.shape[0] < num_reqs or block_table.stride(-1) != 1:
+        if num_reqs > 1 and seq_lens.stride(0) != 1:
+            raise PlanMismatch(f"seq_lens has stride {seq_lens.stride(0)}; accepted: contiguous")
+        rows_of_ids = block_table.dim() == 2 and block_table.shape[0] >= num_reqs
+        if not rows_of_ids or (block_table.stride(1) != 1 and block_table.shape[1] != 1):
             raise PlanMismatch(
                 f"block_table has shape {tuple(block_table.shape)} and strides "
                 f"{block_table.stride()}; accepted: [>= {num_reqs}, pages] with unit last stride"
             )
         keys = block_table.shape[1] * self.geometry.page_size
-        units = num_reqs * policy.decode_units(policy.DECODE_MAX_QUERY_LEN, keys, self.config)
-        if units >= 2**31:
+        longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
+        units = num_reqs * policy.decode_units(longest, keys, self.config)
+        if units >= 2**31 or keys > 2**31 - 1024:
             raise PlanMismatch(
-                f"{num_reqs} requests of up to {keys} keys exceed the 2**31 units a plan counts"
+                f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "
+                f"exceed the 2**31 units a plan counts; pass a narrower block_table"
             )
 
     def _bind(
@@ -376,7 +389,9 @@ class PagedAttention:
                 )
         pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
         tensors = (q, *pair) if out is None else (q, out, *pair)
-        key = (len(pair), out is None, *((x.shape[1:], x.stride(), x.dtype) for x in tensors))
+        same_pages = pair[0].shape[0] == pair[-1].shape[0]
+        layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
+        key = (len(pair), same_pages, out is None, *layouts)
         aligned = self._layouts.get(key)
         if aligned is None:
             self._check_rows("q", q)
@@ -425,6 +440,11 @@ class PagedAttention:
                     "with unit last stride"
                 )
             self._check_dtype(name, x)
+        if kv.k.shape[0] != kv.v.shape[0]:
+            raise PlanMismatch(
+                f"the k cache has {kv.k.shape[0]} pages, the v cache {kv.v.shape[0]}; "
+                "accepted: equally many"
+            )
         return kv
 
     def _check_dtype(self, name: str, x: torch.Tensor) -> None:

@@ -144,8 +144,12 @@ def compile_decode(config, dtype, arch):
 
 def compile_plan(config, arch, max_reqs=1024):
     """Compile the plan kernel of ``config``."""
-    names = "header tile_req tile_token cu_tiles cu_work worker_record query_start_loc seq_lens"
-    signature = {f"{n}_ptr": "*i32" for n in names.split()} | {"num_reqs": "i32"}
+    names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
+    names += " query_start_loc seq_lens"
+    signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
+        "num_reqs": "i32",
+        "max_tiles": "i32",
+    }
     constants = {
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,
         "DECODE_MAX_QUERY_LEN": policy.DECODE_MAX_QUERY_LEN,

@@ -4,6 +4,7 @@ Everything nobody owns is NaN: page tails, unowned pages, scratch, query rows of
 Unused block-table entries point far outside the cache.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -146,24 +147,31 @@ def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
     """Assert that ``out`` (and ``lse``) is right where rows are owned.
 
-    Allowed: four times the error that the same maths makes in torch at the batch's dtype, and
-    never less than a few roundings of the output.
+    Allowed, for each request by itself: four times the error that the same maths makes in torch
+    at the batch's dtype, or a few roundings of its largest output.  Outputs shrink with the
+    square root of the keys, so a bound over the whole batch would not see a long request.
     """
     case = batch.case
     scale = case.head_dim**-0.5
     args = (batch.q, batch.k_cache, batch.v_cache, batch.qsl, batch.lens, batch.block_table, scale)
     expected, expected_lse = paged_attention(*args, dtype=torch.float32)
     same_dtype, _ = paged_attention(*args, dtype=case.dtype)
-    n = batch.num_tokens
-    torch_error = (same_dtype[:n].float() - expected[:n]).abs().max().item()
-    error = (out[:n].float() - expected[:n]).abs().max().item()
-    allowed = max(4 * torch_error, 8 * torch.finfo(case.dtype).eps)
-    assert error <= allowed, f"max error {error:.3g}, allowed {allowed:.3g} ({case})"
-    if lse is not None:
-        assert lse.dtype == torch.float32
-        torch.testing.assert_close(
-            lse[:n], expected_lse[:n], atol=2e-3 if case.dtype != torch.float32 else 1e-5, rtol=1e-4
-        )
+    eps = torch.finfo(case.dtype).eps
+    roundings = 24 if case.dtype == torch.float32 else 4
+    for r, (begin, end) in enumerate(itertools.pairwise(batch.qsl)):
+        if begin == end:
+            continue
+        rows = slice(begin, end)
+        torch_error = (same_dtype[rows].float() - expected[rows]).abs().max().item()
+        error = (out[rows].float() - expected[rows]).abs().max().item()
+        allowed = max(4 * torch_error, roundings * eps * expected[rows].abs().max().item())
+        assert error <= allowed, f"request {r}: error {error:.3g}, allowed {allowed:.3g} ({case})"
+        if lse is not None:
+            assert lse.dtype == torch.float32
+            torch.testing.assert_close(
+                lse[rows], expected_lse[rows], rtol=1e-4,
+                atol=1e-5 if case.dtype == torch.float32 else 1e-3,
+            )  # fmt: skip
 
 
 def run_and_check(case: Case, device: str, seed: int = 0, **overrides) -> None:

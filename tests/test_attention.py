@@ -155,3 +155,49 @@ def test_workspace_is_reported(planned):
     cfg = attn.config
     partials = 2 * cfg.num_workers * cfg.decode.block_m * (cfg.decode.block_d + 2) * 4
     assert partials < attn.workspace_bytes < partials + 64 * 1024
+
+
+def test_lengths_that_changed_since_the_plan_harm_only_their_step(device):
+    """Misuse: results of that run are unspecified, the next planned one is right again."""
+    case = Case(((1, 300), (1, 300), (1, 77)), dtype=torch.float16)
+    attn = make_attention(case, device)
+    batch = make_batch(case, device)
+    guard = torch.full((9, 4, 64), 7.0, dtype=torch.float16, device=device)
+    for lens in ([201, 11, 1], [1, 1, 1], [301, 2, 78]):
+        seq_lens = batch.seq_lens
+        attn.plan(batch.query_start_loc, seq_lens, batch.block_table, num_tokens=3, max_query_len=1)
+        seq_lens.copy_(torch.tensor(lens))
+        attn.run(batch.q, batch.kv_cache, out=guard[3:])
+        assert (guard[:3] == 7.0).all()
+        assert (guard[6:] == 7.0).all()
+        plan_batch(attn, batch)
+        check(batch, attn.run(batch.q, batch.kv_cache))
+
+
+def test_lengths_beyond_num_tokens_stay_inside_the_buffers(device):
+    """Misuse: 2,000 tokens where 64 were promised; the plan is cut off, not written past."""
+    attn = PagedAttention(
+        4, 2, 16, page_size=16, dtype=torch.float32, max_num_reqs=4, max_num_tokens=64,
+        device=device,
+    )  # fmt: skip
+    room = attn._tile_req.shape[0]
+    ints = {"dtype": torch.int32, "device": device}
+    table = torch.zeros((1, 130), **ints)
+    attn.plan(
+        torch.tensor([0, 2000], **ints), torch.tensor([2000], **ints), table,
+        num_tokens=64, max_query_len=64,
+    )  # fmt: skip
+    assert attn._header[0].item() == room
+
+
+def test_one_token_requests_of_a_long_context_model_are_planned(device):
+    """The bound on units follows the batch, not the widest one imaginable."""
+    attn = PagedAttention(
+        128, 8, 128, page_size=64, dtype=torch.bfloat16, max_num_reqs=1024, max_num_tokens=1024,
+        device=device,
+    )  # fmt: skip
+    ints = {"dtype": torch.int32, "device": device}
+    qsl, lens = torch.arange(1025, **ints), torch.full((1024,), 500, **ints)
+    table = torch.zeros((1, 16384), **ints).expand(1024, 16384)
+    attn.plan(qsl, lens, table, num_tokens=1024, max_query_len=1)
+    assert attn._header[2].item() == 1024 * 8 * (8 + attn.config.item_overhead)

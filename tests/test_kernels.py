@@ -48,6 +48,16 @@ def test_any_number_of_workers_gives_the_same_result(num_workers, device):
     run_and_check(case, device, config=config)
 
 
+def test_many_pieces_are_merged(device):
+    """More pieces of one item than the merge reads at a time."""
+    case = Case(((1, 3000),), num_q_heads=2, num_kv_heads=1, head_dim=16, page_size=16)
+    config = make_attention(case, device).config
+    config = dataclasses.replace(config, num_workers=40, num_sms=132)
+    plan = policy.plan_batch([1], [3001], config)
+    assert max(policy.kv_splits(plan, 0, 1, config)) > 16
+    run_and_check(case, device, config=config)
+
+
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_pointer_and_copy_engine_paths_agree(kernel, use_tma, device):

@@ -16,6 +16,7 @@ import tilewise
 # Module with `main(argv) -> int` and a line for --help, by subcommand.
 _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
+    "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
 }
 _EXTRA = "pip install 'tilewise[bench]'"

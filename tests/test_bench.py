@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.bench import gpu, kernels, providers, report, serve, serve_client, timing, workloads
+from tilewise.bench import (
+    gpu, kernels, providers, publish, report, serve, serve_client, timing, workloads,
+)  # fmt: skip
 from tilewise.bench.cases import CASES, Case, select_cases, shrink
 from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for
 
@@ -451,3 +453,28 @@ def test_stopping_ends_the_whole_group():
 
 def test_nothing_answers_on_a_free_port():
     assert not serve_client.healthy(serve.free_port(), timeout=1.0)
+
+
+def test_the_readme_shows_the_published_results():
+    """The tables in the README are those of the result files, to the last digit."""
+    root = Path(__file__).resolve().parent.parent
+    options = ["--results", str(root / "bench/results/h200"), "--readme", str(root / "README.md")]
+    assert publish.main([*options, "--check"]) == 0
+
+
+def test_publishing_replaces_only_what_stands_between_the_markers(tmp_path):
+    results = Path(__file__).resolve().parent.parent / "bench/results/h200"
+    readme = tmp_path / "README.md"
+    readme.write_text(f"head\n{publish.BEGIN}\nold\n{publish.END}\ntail\n")
+    options = ["--results", str(results), "--readme", str(readme)]
+    assert publish.main([*options, "--check"]) == 1
+    assert publish.main(options) == 0
+    text = readme.read_text()
+    assert text.startswith("head\n")
+    assert text.endswith("\ntail\n")
+    assert "old" not in text
+    assert "| dec_b64_8k |" in text
+    assert publish.main([*options, "--check"]) == 0
+    readme.write_text("no markers")
+    with pytest.raises(ValueError, match="once each"):
+        publish.main(options)

@@ -1,0 +1,120 @@
+"""``tilewise bench publish``: the README's result section, made from the result files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewise.bench.cases import CASES
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PEERS = ("fa3", "flashinfer", "triton_attn")
+HEADINGS = {
+    "tilewise": "tilewise", "tilewise_p16": "tilewise, pages of 16", "fa3": "FLASH_ATTN (FA3)",
+    "flashinfer": "FLASHINFER", "triton_attn": "TRITON_ATTN",
+}  # fmt: skip
+
+
+def kernel_section(result: dict[str, Any]) -> str:
+    """Return a markdown table of µs for each case, and ours relative to FA3."""
+    found = {(row["case"], row["provider"]): row for row in result["rows"]}
+    providers = [p for p in HEADINGS if any(row["provider"] == p for row in result["rows"])]
+    lines = [
+        "| case | " + " | ".join(HEADINGS[p] for p in providers) + " | tilewise ÷ FA3 |",
+        "|---|" + "---:|" * (len(providers) + 1),
+    ]
+    for case in CASES:
+        times = [found.get((case.name, p), {}).get("median_us") for p in providers]
+        ours, fa3 = (found.get((case.name, p), {}).get("median_us") for p in ("tilewise", "fa3"))
+        if ours is None:
+            continue
+        cells = ["–" if t is None else f"{t:,.1f}" if t < 100 else f"{t:,.0f}" for t in times]
+        ratio = f"{fa3 / ours:.2f}×" if fa3 else "–"
+        lines.append(f"| {case.name} | " + " | ".join(cells) + f" | {ratio} |")
+    return "\n".join(lines)
+
+
+def serve_section(result: dict[str, Any]) -> str:
+    """Return a markdown table of one line for each workload, backend and run."""
+    lines = [
+        "| workload | backend | requests/s | median TTFT, ms | median TPOT, ms |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        if row.get("error"):
+            continue
+        lines.append(
+            f"| {row['workload']} | {row['backend']} | {row['request_throughput']:.2f} | "
+            f"{row['p50_ttft_ms']:,.0f} | {row['p50_tpot_ms']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def describe(env: dict[str, Any]) -> str:
+    """Return one sentence on where the figures come from."""
+    parts = [
+        f"{env['gpu']} ({env['power_limit']} limit, driver {env['driver']})",
+        f"torch {env['torch']}", f"Triton {env['triton']}", f"vLLM {env['vllm']}",
+        f"FlashInfer {env['flashinfer']}", f"commit {str(env['commit'])[:10]}",
+    ]  # fmt: skip
+    return f"{', '.join(parts)}, {str(env['date'])[:10]}."
+
+
+def section(folder: Path) -> str:
+    """Return the whole section for the results in ``folder``."""
+    kernels = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
+    where = f"`bench/results/{folder.name}"
+    return "\n".join(
+        [
+            "Made by `tilewise bench publish`; do not edit.",
+            "",
+            f"**Kernels**, µs of one layer (median; bf16, peers at pages of 16, ours at 64). "
+            f"{describe(kernels['env'])} From {where}/kernels.json`.",
+            "",
+            kernel_section(kernels),
+            "",
+            f"**`vllm bench serve`**, Llama 3.1 8B shape, one run each. {describe(serve['env'])} "
+            f"From {where}/serve.json`.",
+            "",
+            serve_section(serve),
+        ]
+    )
+
+
+def replace_section(text: str, body: str) -> str:
+    """Return ``text`` with what stands between the markers replaced.
+
+    Raises
+    ------
+    ValueError
+        When the markers are not there exactly once.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the file must hold {BEGIN} and {END} once each")
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{body}\n{END}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the section; with ``--check`` only say whether it is up to date (exit 1 if not)."""
+    parser = argparse.ArgumentParser(prog="tilewise bench publish", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    args = parser.parse_args(argv)
+    text = args.readme.read_text(encoding="utf-8")
+    new = replace_section(text, section(args.results))
+    if args.check:
+        print("up to date" if new == text else f"{args.readme} does not match {args.results}")
+        return int(new != text)
+    args.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

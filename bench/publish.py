@@ -32,8 +32,8 @@ def kernel_section(result: dict[str, Any]) -> str:
         ours, fa3 = (found.get((case.name, p), {}).get("median_us") for p in ("tilewise", "fa3"))
         if ours is None:
             continue
-        cells = ["–" if t is None else f"{t:,.1f}" if t < 100 else f"{t:,.0f}" for t in times]
-        ratio = f"{fa3 / ours:.2f}×" if fa3 else "–"
+        cells = ["-" if t is None else f"{t:,.1f}" if t < 100 else f"{t:,.0f}" for t in times]
+        ratio = f"{fa3 / ours:.2f}x" if fa3 else "-"
         lines.append(f"| {case.name} | " + " | ".join(cells) + f" | {ratio} |")
     return "\n".join(lines)
 

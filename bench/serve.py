@@ -313,7 +313,9 @@ def make_jobs(args: argparse.Namespace, folder: Path) -> list[Job]:
             model=model,
             port=args.port or free_port(),
             folder=folder,
-            max_model_len=args.max_model_len or -(-longest // 256) * 256,
+            # vLLM refuses prompts of more characters than max_model_len times its longest token;
+            # the tokenizer's words and blanks come close to that, hence the quarter more.
+            max_model_len=args.max_model_len or -(-longest * 5 // 4 // 256) * 256,
             extra=[*_memory_share(args.at_once), *shlex.split(args.serve_args)],
         )
         for backend in args.backends.split(",")

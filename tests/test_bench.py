@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tilewise.bench import (
-    gpu, kernels, providers, publish, report, serve, serve_client, timing, workloads,
+    gpu,
+    kernels,
+    providers,
+    publish,
+    report,
+    serve,
+    serve_client,
+    timing,
+    workloads,
 )  # fmt: skip
 from tilewise.bench.cases import CASES, Case, select_cases, shrink
 from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for

@@ -1,0 +1,529 @@
+"""Prefill for Hopper (sm_90) in Gluon: one copying warp feeds two computing warpgroups.
+
+The maths, the tile list and the packing of a KV head's query heads into rows are those of
+``tilewise.kernels.prefill``, its plain twin; a tile has 128 rows here, 64 for each warpgroup.
+
+* ``_producer`` (one warp) takes tile numbers from an atomic counter, heaviest tiles first, and
+  brings Q, then K and V from the last key block to the first, with bulk tensor copies into rings
+  of shared memory.  A ring slot has two barriers: ``full`` (armed with a byte count, completed by
+  the copy engine) and ``empty`` (one arrival per warpgroup).  The n-th use of a slot waits for
+  ``full`` with parity ``(n // STAGES) & 1`` and, in the producer, for ``empty`` with the other one,
+  so that the first round passes at once.
+* ``_consumer`` (four warps, twice) computes S = Q K^T of block j + 1 while P V of block j runs
+  (FlashAttention-3, Shah et al., 2024).  Its running maximum is kept stale while no weight
+  exceeds 2**8; the accumulator is rescaled only when some row of the warp needs it (the exact
+  result does not depend on that, since one division at the end normalises).
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.kernels.launch import KvCache
+
+# Triton 3.8 names them anew and drops the old names later.
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+BLOCK_M = 128
+ROWS = gl.constexpr(64)  # of one warpgroup
+TILE_FIELDS = 6
+
+
+@gluon.jit
+def _field(tile_s, slot, index: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Read one scalar of a published tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.max(tile_s.index(slot * 6 + index).load(layout), 0)
+
+
+@gluon.jit
+def _publish(tile_s, slot, index: gl.constexpr, value):
+    """Write one scalar of a tile for the consumers (the producer has one warp)."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile_s.index(slot * 6 + index).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _copy_block(
+    desc, pages_s, full, stage, page0, page1, kv_head, slot,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Copy one block of keys or values into a ring slot, page by page and 64 columns at a time.
+
+    A 128-byte swizzled ``[BLOCK_N, HEAD_DIM]`` tile is ``HEAD_DIM / 64`` column slabs one after
+    the other; rows of a page are contiguous only inside a slab.
+    """
+    SLABS: gl.constexpr = HEAD_DIM // 64
+    PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
+    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    for slab in gl.static_range(SLABS):
+        at = (stage * SLABS + slab) * PIECES
+        _tma_load(desc, [page0, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at))
+        if PIECES == 2:
+            _tma_load(
+                desc, [page1, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at + 1)
+            )
+
+
+@gluon.jit
+def _block_pages(
+    block_table_row_ptr, block, seq_len,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Pages of a key block: one, or two of half a block. Pages without keys read as page 0."""
+    start = block * BLOCK_N
+    page0 = gl.load(block_table_row_ptr + start // PAGE_SIZE, mask=start < seq_len, other=0)
+    page1 = page0
+    if PAGE_ROWS < BLOCK_N:
+        second = start + PAGE_ROWS
+        page1 = gl.load(block_table_row_ptr + second // PAGE_SIZE, mask=second < seq_len, other=0)
+    return page0, page1
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
+    tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
+    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE  # of one warpgroup
+    num_programs = gl.num_programs(0)
+    num_tiles = gl.load(header_ptr)
+    total = num_tiles * NUM_KV_HEADS
+    turn = gl.program_id(0)
+    ring = 0
+    done = 0
+    while turn < total:
+        next_turn = num_programs + gl.atomic_add(counter_ptr, 1)
+        # One KV head after the other: its keys stay in L2 while all its tiles pass.
+        kv_head = turn // num_tiles
+        tile = turn % num_tiles
+        req = gl.load(tile_req_ptr + tile)
+        first_token = gl.load(tile_token_ptr + tile)
+        query_start = gl.load(query_start_loc_ptr + req)
+        query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
+        seq_len = gl.load(seq_lens_ptr + req)
+        first_pos = seq_len - query_len + first_token
+        last = gl.minimum(first_pos + 2 * TOKENS, seq_len)
+        blocks = gl.maximum((last + BLOCK_N - 1) // BLOCK_N, 1)
+
+        slot = done & 1
+        mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
+        _publish(tile_s, slot, 0, query_start + first_token)
+        _publish(tile_s, slot, 1, query_len - first_token)
+        _publish(tile_s, slot, 2, first_pos)
+        _publish(tile_s, slot, 3, seq_len)
+        _publish(tile_s, slot, 4, kv_head)
+        _publish(tile_s, slot, 5, blocks)
+        mbarrier.arrive(t_full.index(slot))
+
+        row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
+        page0, page1 = _block_pages(row_ptr, blocks - 1, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+        for group in gl.static_range(2):
+            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
+            token = query_start + first_token + group * TOKENS
+            _tma_load(
+                q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
+            )
+        for n in range(blocks):
+            block = blocks - 1 - n
+            # One block ahead, so that no copy waits for a page id.
+            ahead = gl.maximum(block - 1, 0)
+            next0, next1 = _block_pages(row_ptr, ahead, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+            stage = ring % STAGES
+            parity = ((ring // STAGES) & 1) ^ 1
+            in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
+            mbarrier.wait(k_empty.index(stage), parity)
+            _copy_block(
+                k_desc, k_pages_s, k_full, stage, page0, page1, kv_head, in_page,
+                BLOCK_N, HEAD_DIM, PAGE_ROWS,
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), parity)
+            _copy_block(
+                v_desc, v_pages_s, v_full, stage, page0, page1, kv_head, in_page,
+                BLOCK_N, HEAD_DIM, PAGE_ROWS,
+            )  # fmt: skip
+            ring += 1
+            page0 = next0
+            page1 = next1
+        turn = next_turn
+        done += 1
+    # Tell the consumers that there is no further tile.
+    slot = done & 1
+    mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
+    _publish(tile_s, slot, 5, 0)
+    mbarrier.arrive(t_full.index(slot))
+    # The last program to finish leaves the counters as it found them, for the next launch.
+    if gl.atomic_add(counter_ptr + 1, 1) == num_programs - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
+
+
+def _rescale_asm(n):
+    """PTX: a thread's ``n`` accumulators times their row's factor, or nothing if all are 1.
+
+    Operands: n results tied to n accumulators, then n factors; pairs of registers alternate
+    between the thread's two rows.  Gluon has no branch of a single warp, hence assembly.
+    """
+    first = 2 * n
+    products = "".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(n))
+    return gl.constexpr(
+        "{ .reg .pred p, q; "
+        f"setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p; "
+        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE; " + products + " DONE: }"
+    )
+
+
+def _rescale_constraints(n):
+    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
+
+
+_ASM_32, _TIES_32 = _rescale_asm(32), _rescale_constraints(32)
+_ASM_64, _TIES_64 = _rescale_asm(64), _rescale_constraints(64)
+
+
+@gluon.jit
+def _rescale(acc, alpha):
+    """``acc * alpha[:, None]``, skipped where every factor of the warp is 1."""
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(
+            _ASM_32, _TIES_32, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+        )
+    else:
+        gl.static_assert(acc.shape[1] == 128)
+        return gl.inline_asm_elementwise(
+            _ASM_64, _TIES_64, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
+        )
+
+
+@gluon.jit
+def _mask(s, first_pos, start, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Keep keys up to each row's own position."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    pos = first_pos + row // GROUP_SIZE
+    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(pos, 1), s, float("-inf"))
+
+
+@gluon.jit
+def _row_sums(p, BLOCK_N: gl.constexpr):
+    """A thread's own share of each row's sum: ``[64, 4]``, no shuffles until the tile's end."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
+    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.where(m_new - m > 8.0, m_new, m)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    share = _row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
+    return p, m_new, sums, alpha
+
+
+@gluon.jit
+def _clear_tail(pages_s, stage, keys_left, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the rows of V at and past ``keys_left``: their weight is 0, but 0 * NaN is not."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    for slab in gl.static_range(HEAD_DIM // 64):
+        columns = pages_s.index(stage * (HEAD_DIM // 64) + slab)
+        for strip in gl.static_range(BLOCK_N // 16):
+            if strip * 16 + 16 > keys_left:
+                part = columns.slice(strip * 16, 16)
+                keep = gl.expand_dims(strip * 16 + row < keys_left, 1)
+                part.store(gl.where(keep, part.load(layout), 0.0))
+    fence_async_shared()
+    _partition_barrier()
+
+
+@gluon.jit
+def _store_rows(
+    out_ptr, lse_ptr, out_desc, acc, m, sums, row_token, rows_left, kv_head, o_s, o_token_s,
+    stride_o_t, stride_o_h, GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Write one warpgroup's rows: by bulk copy if all belong to the request, else row by row."""
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    out = acc.to(out_ptr.dtype.element_ty)
+    if rows_left >= TOKENS:
+        tma.store_wait(0)
+        _partition_barrier()
+        o_s.index(GROUP).store(out)
+        fence_async_shared()
+        _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s.index(GROUP))
+    else:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
+        offset = row // GROUP_SIZE * stride_o_t + row % GROUP_SIZE * stride_o_h
+        base = out_ptr + row_token.to(gl.int64) * stride_o_t
+        base += kv_head.to(gl.int64) * GROUP_SIZE * stride_o_h
+        ok = gl.expand_dims(row // GROUP_SIZE < rows_left, 1)
+        pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
+        gl.store(pointers, out, mask=ok)
+    if HAS_LSE:
+        heads: gl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, m.type.layout.parent))
+        base = lse_ptr + row_token.to(gl.int64) * heads + kv_head * GROUP_SIZE
+        lse = gl.where(sums != 0.0, (m + gl.log2(sums)) * 0.6931471805599453, float("-inf"))
+        offset = row // GROUP_SIZE * heads + row % GROUP_SIZE
+        gl.store(base + offset, lse, mask=row // GROUP_SIZE < rows_left)
+
+
+@gluon.jit
+def _consumer(
+    out_ptr, lse_ptr, out_desc, bars, q_s, k_s, v_s, v_slabs_s, o_s, o_token_s, tile_s,
+    stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    q = q_s.index(GROUP)
+    k_ring = 0
+    v_ring = 0
+    done = 0
+    mbarrier.wait(t_full.index(0), 0)
+    blocks = _field(tile_s, 0, 5, 4)
+    while blocks > 0:
+        slot = done & 1
+        row_token = _field(tile_s, slot, 0, 4) + GROUP * TOKENS
+        rows_left = _field(tile_s, slot, 1, 4) - GROUP * TOKENS
+        first_pos = _field(tile_s, slot, 2, 4) + GROUP * TOKENS
+        seq_len = _field(tile_s, slot, 3, 4)
+        kv_head = _field(tile_s, slot, 4, 4)
+        mbarrier.arrive(t_empty.index(slot))
+        # Blocks 0 .. full - 1 are seen whole by every row; the last block is always masked.
+        full = gl.minimum(gl.maximum(first_pos + 1, 0) // BLOCK_N, blocks - 1)
+
+        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+        m = gl.full([ROWS], -1e30, gl.float32, m_layout)
+        mbarrier.wait(q_full.index(GROUP), done & 1)
+        stage = k_ring % STAGES
+        mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
+        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
+        k_ring += 1
+        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_SIZE, BLOCK_N)
+        m = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
+        sums = _row_sums(p, BLOCK_N)
+        alpha = gl.full([ROWS], 1.0, gl.float32, m_layout)
+        keys_left = seq_len - (blocks - 1) * BLOCK_N
+        if keys_left < BLOCK_N:
+            mbarrier.wait(v_full.index(v_ring % STAGES), (v_ring // STAGES) & 1)
+            _clear_tail(v_slabs_s, v_ring % STAGES, keys_left, BLOCK_N, HEAD_DIM)
+        mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=blocks > 1)
+        for part in gl.static_range(2):  # 0: blocks that touch the diagonal, 1: whole ones
+            begin = 1 if part == 0 else blocks - full
+            end = blocks - full if part == 0 else blocks
+            for n in range(begin, end):
+                stage = k_ring % STAGES  # its K is there: waited for below
+                v_stage = v_ring % STAGES
+                s = warpgroup_mma(
+                    q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                # Packed here and carried as fp32: a 16-bit tensor on the loop's back edge is
+                # unpacked and packed again, scalar by scalar, in every round.
+                p16 = gl.convert_layout(p.to(dtype), p_layout)
+                acc = _rescale(acc, alpha)
+                mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
+                pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+                if part == 0:
+                    s = _mask(s, first_pos, (blocks - 1 - n) * BLOCK_N, GROUP_SIZE, BLOCK_N)
+                p, m, sums, alpha = _softmax(s, m, sums, scale_log2, BLOCK_N)
+                k_ring += 1
+                v_ring += 1
+                # The wait for the next K stands before the wait for P V: its polling loop ends
+                # the basic block, or ptxas lifts the latter above the exponentials and nothing
+                # overlaps.  p and sums among the deps keep LLVM from sinking them below.
+                mbarrier.wait(
+                    k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=n + 1 < blocks
+                )
+                acc, p, sums = warpgroup_mma_wait(0, deps=[pending, p, sums])
+                mbarrier.arrive(k_empty.index(stage))
+                mbarrier.arrive(v_empty.index(v_stage))
+        mbarrier.arrive(q_empty.index(GROUP))
+        p16 = gl.convert_layout(p.to(dtype), p_layout)
+        acc = _rescale(acc, alpha)
+        v_stage = v_ring % STAGES
+        mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
+        pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(v_empty.index(v_stage))
+        v_ring += 1
+
+        total = gl.convert_layout(gl.sum(sums, 1), m_layout)
+        inverse = gl.where(total != 0.0, 1.0 / total, 0.0)
+        acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+        _store_rows(
+            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head, o_s,
+            o_token_s, stride_o_t, stride_o_h, GROUP, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
+        )  # fmt: skip
+        done += 1
+        mbarrier.wait(t_full.index(done & 1), (done >> 1) & 1)
+        blocks = _field(tile_s, done & 1, 5, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+_VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
+
+
+@gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
+def _hopper_prefill_kernel(
+    out_ptr, lse_ptr, out_desc, q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr,
+    block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, scale_log2,
+    stride_o_t, stride_o_h, stride_bt_b,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
+    SLABS: gl.constexpr = HEAD_DIM // 64
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout)
+    q_rows_s = q_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
+    o_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], rows_layout)
+    o_token_s = o_s._reinterpret(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], out_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
+    pieces: gl.constexpr = STAGES * SLABS * (BLOCK_N // PAGE_ROWS)
+    k_pages_s = k_s._reinterpret(dtype, [pieces, 1, 1, PAGE_ROWS, 64], k_desc.layout)
+    v_pages_s = v_s._reinterpret(dtype, [pieces, 1, 1, PAGE_ROWS, 64], v_desc.layout)
+    v_slabs_s = v_s._reinterpret(dtype, [STAGES * SLABS, BLOCK_N, 64], slab_layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_s = gl.allocate_shared_memory(gl.int32, [2 * 6, 1], flat)
+    bars = (
+        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2),
+        _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 2),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out_ptr, lse_ptr, out_desc, bars, q_rows_s, k_s, v_s, v_slabs_s, o_s, o_token_s,
+                tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
+                HAS_LSE, BLOCK_N, STAGES,
+            )),
+            (_consumer, (
+                out_ptr, lse_ptr, out_desc, bars, q_rows_s, k_s, v_s, v_slabs_s, o_s, o_token_s,
+                tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
+                HAS_LSE, BLOCK_N, STAGES,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
+                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s,
+                k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, PAGE_SIZE,
+                BLOCK_N, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def hopper_prefill_supported(group_size: int, head_dim: int, page_size: int) -> str | None:
+    """Why the Hopper kernel cannot serve a layer, or None if it can.
+
+    Parameters
+    ----------
+    group_size, head_dim, page_size : int
+        Query heads per KV head, head size, tokens per page.
+    """
+    if group_size & (group_size - 1) or group_size > 64:
+        return f"group size {group_size} (accepted: powers of two to 64)"
+    if head_dim not in (64, 128):
+        return f"head_dim {head_dim} (accepted: 64, 128)"
+    if page_size != 64 and page_size % 128:
+        return f"page_size {page_size} (accepted: 64 and multiples of 128)"
+    return None
+
+
+def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    strides = list(x.stride())
+    for axis, length in enumerate(x.shape[:-1]):
+        if length == 1:  # never stepped along, but the copy engine wants a multiple of 16 bytes
+            strides[axis] = max(x.shape[-1], 8)
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return TensorDescriptor(x, list(x.shape), strides, block, layout)
+
+
+def hopper_prefill_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: KvCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    header: torch.Tensor,
+    tile_req: torch.Tensor,
+    tile_token: torch.Tensor,
+    counter: torch.Tensor,
+    scale: float,
+    *,
+    num_programs: int,
+    block_n: int = 128,
+    stages: int = 2,
+) -> None:
+    """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
+
+    Parameters
+    ----------
+    counter : Tensor[2], int32
+        Zero before and after every launch.
+    num_programs : int
+        Persistent programs: one an SM.
+    """
+    head_dim, page_size = q.shape[2], kv.page_size
+    group_size = q.shape[1] // kv.num_kv_heads
+    tokens = 64 // group_size
+    rows = [tokens, group_size, head_dim]
+    page = [1, 1, min(page_size, block_n), 64]
+    _hopper_prefill_kernel[(num_programs,)](
+        out, lse, _descriptor(out, rows), _descriptor(q, rows),
+        _descriptor(kv.k, page), _descriptor(kv.v, page),
+        query_start_loc, seq_lens, block_table, header, tile_req, tile_token, counter,
+        scale * 1.4426950408889634, out.stride(0), out.stride(1), block_table.stride(0),
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size, HAS_LSE=lse is not None, BLOCK_N=block_n, STAGES=stages, num_warps=4,
+    )  # fmt: skip

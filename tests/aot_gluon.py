@@ -1,0 +1,110 @@
+"""Ahead-of-time compilation of the Gluon kernels for sm_90, and what their SASS shows.
+
+Run as a script it prints one JSON line a variant; it must run without ``TRITON_INTERPRET``.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import aot
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tilewise.kernels import hopper_prefill
+
+POINTERS = (
+    "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "header_ptr", "tile_req_ptr",
+    "tile_token_ptr", "counter_ptr",
+)  # fmt: skip
+
+
+def compile_prefill(dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=False):
+    """Compile one variant of the Hopper prefill kernel."""
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(block):
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        return f"tensordesc<{dtype}{block},{layout!r}>"
+
+    rows = descriptor([64 // group_size, group_size, head_dim])
+    page = descriptor([1, 1, min(page_size, 128), 64])
+    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
+    signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
+    constants = {
+        "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
+        "HAS_LSE": lse, "BLOCK_N": 128, "STAGES": 2,
+    }  # fmt: skip
+    signature |= dict.fromkeys(constants, "constexpr")
+    names = list(signature)
+    source = GluonASTSource(
+        fn=hopper_prefill._hopper_prefill_kernel,
+        signature=signature,
+        constexprs=constants if lse else constants | {"lse_ptr": None},
+        attrs={
+            (names.index(n),): [["tt.divisibility", 16]]
+            for n in ("out_ptr", "stride_o_t", "stride_o_h")
+        },
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def main_loops(compiled):
+    """Opcode counts of the innermost loops that hold matrix products, from the SASS.
+
+    A loop is what lies between a backward branch and its target.
+    """
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [
+        (int(m[1], 16), m[2])
+        for m in re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", listing)
+    ]  # fmt: skip
+    spans = []
+    for address, text in code:
+        target = re.search(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            spans.append((int(target[1], 16), address))
+    loops = []
+    for begin, end in spans:
+        body = [text for address, text in code if begin <= address <= end]
+        within = [(b, e) for b, e in spans if begin <= b and e <= end and (b, e) != (begin, end)]
+        inner = any("HGMMA" in t for b, e in within for a, t in code if b <= a <= e)
+        if sum("HGMMA" in text for text in body) and not inner:
+            counts = {
+                op: sum(op in text for text in body)
+                for op in ("HGMMA", "MUFU.EX2", "LDL", "STL", "PRMT")
+            }
+            loops.append(counts | {"instructions": len(body)})
+    return loops
+
+
+def report(**variant):
+    """Compile one variant and describe it."""
+    compiled = compile_prefill(**variant)
+    registers, spill_bytes = aot._measure(compiled, 90)
+    ptx = compiled.asm["ptx"]
+    return variant | {
+        "registers": registers, "spill_bytes": spill_bytes,
+        "shared_bytes": compiled.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
+        "tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg"),
+        "loops": main_loops(compiled),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter cannot compile"
+    for line in sys.argv[1:] or ["{}"]:
+        print(json.dumps(report(**json.loads(line))), flush=True)

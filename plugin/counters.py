@@ -1,13 +1,81 @@
-"""Cheap counters of what ran, kept in this process; one dictionary update per event."""
+"""Cheap counts of what ran, kept in this process.
 
-from collections import Counter
+One dictionary update or list append per event on the hot path; ``tilewise.exporter`` reads them
+from a thread and brings them to ``/metrics``.
+"""
 
-_counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = Counter()
+from collections import Counter, deque
+from dataclasses import dataclass
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric as Prometheus sees it: type, exported name, help text and label names."""
+
+    kind: str
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+METRICS = {
+    "steps": Metric(
+        "counter", "tilewise_steps", "Steps planned, by what they launch per layer.", ("path",)
+    ),
+    "tokens": Metric(
+        "counter", "tilewise_tokens",
+        "Tokens of the planned steps, padding of CUDA graphs included.", ("path",),
+    ),
+    "launches": Metric(
+        "counter", "tilewise_kernel_launches",
+        "Kernels launched from Python; replays of a full CUDA graph launch theirs without.",
+        ("kernel",),
+    ),
+    "fallback_layers": Metric(
+        "counter", "tilewise_fallback_layers",
+        "Attention layers handed to another backend.", ("reason", "target"),
+    ),
+    "build_seconds": Metric(
+        "histogram", "tilewise_build_seconds", "Host time of planning one step.", (),
+        (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1),
+    ),
+    "workspace_bytes": Metric(
+        "gauge", "tilewise_workspace_bytes", "Device memory of the plan and split-KV buffers."
+    ),
+}  # fmt: skip
+
+_counts: Counter[tuple[str, Labels]] = Counter()
+_gauges: Counter[tuple[str, Labels]] = Counter()
+# Bounded, so that a process whose exporter never starts does not grow.
+_observed: deque[tuple[str, float]] = deque(maxlen=10_000)
 
 
 def add(name: str, n: int = 1, **labels: str) -> None:
     """Count ``n`` events of ``name`` with these labels."""
     _counts[name, tuple(labels.items())] += n
+
+
+def grow(name: str, n: int, **labels: str) -> None:
+    """Raise a gauge by ``n`` (lower it where negative)."""
+    _gauges[name, tuple(labels.items())] += n
+
+
+def observe(name: str, value: float) -> None:
+    """Remember one value of a histogram until it is drained."""
+    _observed.append((name, value))
+
+
+def drain() -> list[tuple[str, float]]:
+    """Take the observed values out, oldest first."""
+    return [_observed.popleft() for _ in range(len(_observed))]
+
+
+def totals() -> list[tuple[str, Labels, int]]:
+    """Return all counters and gauges as they stand."""
+    return [(n, labels, value) for (n, labels), value in (*_counts.items(), *_gauges.items())]
 
 
 def snapshot() -> dict[str, int]:
@@ -19,5 +87,7 @@ def snapshot() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Forget all counts (tests)."""
+    """Forget everything (tests)."""
     _counts.clear()
+    _gauges.clear()
+    _observed.clear()

@@ -1,0 +1,242 @@
+"""From the counters of a worker process to vLLM's ``/metrics``.
+
+vLLM's API server exposes the registry of its own process, where no worker counts. Two ways lead
+there, chosen by what vLLM set up:
+
+* One API server (the default): each worker rewrites a small file once a second in a folder whose
+  name its environment inherited, and a collector in the API server's registry reads the folder.
+* Several API servers: vLLM sets ``PROMETHEUS_MULTIPROC_DIR`` and serves what prometheus_client
+  collects from all processes; there the worker feeds native metrics.
+
+Nothing here may disturb serving: a folder that cannot be written is said once and tried again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewise import counters
+from tilewise.counters import METRICS
+
+FOLDER_VARIABLE = "TILEWISE_METRICS_DIR"
+NATIVE_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+PERIOD_SECONDS = 1.0
+
+logger = logging.getLogger("vllm.tilewise")
+
+_registered_pid: int | None = None
+_exporters: dict[int, Exporter] = {}
+
+
+def prepare() -> None:
+    """Set up the API server's side; called in every process that loads the plug-in.
+
+    The first process makes the folder and removes it when it ends; its children inherit the name.
+    """
+    global _registered_pid
+    if FOLDER_VARIABLE not in os.environ:
+        try:
+            folder = tempfile.mkdtemp(prefix="tilewise-metrics-")
+        except OSError as error:
+            logger.warning("tilewise: no folder for metrics (%s); /metrics goes without", error)
+            return
+        os.environ[FOLDER_VARIABLE] = folder
+        atexit.register(_remove, folder, os.getpid())
+    if _registered_pid is None:
+        from prometheus_client import REGISTRY
+
+        REGISTRY.register(FolderCollector())  # type: ignore[arg-type]
+        _registered_pid = os.getpid()
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child inherits the registration, not the duty
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(labels: Mapping[str, str]) -> None:
+    """Export this process's counters from now on; once per process, whatever it is called.
+
+    Parameters
+    ----------
+    labels : Mapping[str, str]
+        ``engine`` and ``rank``, added to every sample.
+    """
+    pid = os.getpid()
+    if pid not in _exporters:
+        _exporters[pid] = Exporter(dict(labels))
+        _exporters[pid].start()
+
+
+def flush() -> None:
+    """Export what stands now (tests, end of process)."""
+    exporter = _exporters.get(os.getpid())
+    if exporter is not None:
+        exporter.flush()
+
+
+class Exporter:
+    """A thread that brings the counters out once a second."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._sink = NativeSink(labels) if os.environ.get(NATIVE_VARIABLE) else FileSink(labels)
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def start(self) -> None:
+        """Start the thread; it ends with the process, after one last flush."""
+        atexit.register(self.flush)
+        threading.Thread(target=self._loop, name="tilewise-metrics", daemon=True).start()
+
+    def _loop(self) -> None:
+        waiter = threading.Event()
+        while True:
+            self.flush()
+            waiter.wait(PERIOD_SECONDS)
+
+    def flush(self) -> None:
+        """Write once; a folder that is gone or full is reported once."""
+        with self._lock:
+            try:
+                self._sink.write(counters.totals(), counters.drain())
+            except OSError as error:
+                if not self._failed:
+                    logger.warning("tilewise: metrics cannot be written (%s)", error)
+                self._failed = True
+            else:
+                self._failed = False
+
+
+class FileSink:
+    """Rewrites this process's file in one step, so that a reader never sees half of it."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._histograms: dict[str, list[float]] = {}
+
+    def write(
+        self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
+    ) -> None:
+        """Write all totals, and the buckets of everything observed so far."""
+        for name, value in observed:
+            bounds = METRICS[name].buckets
+            # Counts of each bucket, of what exceeds them all, and the sum.
+            cells = self._histograms.setdefault(name, [0.0] * (len(bounds) + 2))
+            cells[next((i for i, b in enumerate(bounds) if value <= b), len(bounds))] += 1
+            cells[-1] += value
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        content = {
+            "pid": os.getpid(),
+            "labels": self._labels,
+            "totals": [[name, dict(labels), value] for name, labels, value in totals],
+            "histograms": self._histograms,
+        }
+        path = folder / f"{os.getpid()}.json"
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(draft, path)
+
+
+class NativeSink:
+    """Feeds metrics of prometheus_client, which shares them between processes by itself."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        import prometheus_client
+        from prometheus_client import values
+
+        # Chosen when prometheus_client was imported, which in a forked worker was before vLLM set
+        # the variable; values kept in memory would never leave this process.
+        values.ValueClass = values.MultiProcessValue()
+        self._client = prometheus_client
+        self._labels = labels
+        self._metrics: dict[str, Any] = {}
+        self._seen: dict[tuple[str, counters.Labels], int] = {}
+
+    def _metric(self, name: str) -> Any:
+        if name not in self._metrics:
+            spec = METRICS[name]
+            options: dict[str, Any] = {"labelnames": (*self._labels, *spec.labels)}
+            if spec.kind == "histogram":
+                options["buckets"] = spec.buckets
+            if spec.kind == "gauge":
+                options["multiprocess_mode"] = "livesum"
+            kinds = {
+                "counter": self._client.Counter,
+                "gauge": self._client.Gauge,
+                "histogram": self._client.Histogram,
+            }
+            self._metrics[name] = kinds[spec.kind](spec.name, spec.help, **options)
+        return self._metrics[name]
+
+    def write(
+        self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
+    ) -> None:
+        """Add what came since the last time."""
+        for name, labels, value in totals:
+            metric = self._metric(name).labels(**self._labels, **dict(labels))
+            if METRICS[name].kind == "gauge":
+                metric.set(value)
+            else:
+                metric.inc(value - self._seen.get((name, labels), 0))
+            self._seen[name, labels] = value
+        for name, value in observed:
+            self._metric(name).labels(**self._labels).observe(value)
+
+
+class FolderCollector:
+    """Prometheus collector over the files of all workers."""
+
+    def collect(self) -> Iterator[Any]:
+        """Yield one family for each metric that any worker has."""
+        from prometheus_client import core
+
+        kinds = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        families: dict[str, Any] = {}
+
+        def family(name: str, process: Mapping[str, str]) -> Any:
+            if name not in families:
+                spec = METRICS[name]
+                families[name] = kinds[spec.kind](
+                    spec.name, spec.help, labels=[*process, *spec.labels]
+                )
+            return families[name]
+
+        for process in self._processes():
+            own = process["labels"]
+            for name, labels, value in process["totals"]:
+                values = [*own.values(), *(labels[key] for key in METRICS[name].labels)]
+                family(name, own).add_metric(values, value)
+            for name, cells in process["histograms"].items():
+                *counts, total = cells
+                bounds = [*map(str, METRICS[name].buckets), "+Inf"]
+                sums = [sum(counts[: i + 1]) for i in range(len(counts))]
+                buckets = list(zip(bounds, sums, strict=True))
+                family(name, own).add_metric(list(own.values()), buckets, sum_value=total)
+        yield from families.values()
+
+    def _processes(self) -> list[dict[str, Any]]:
+        """Return the newest file of each engine and rank; older ones are of dead workers."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        newest: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {}
+        for path in Path(folder).glob("*.json") if folder else ():
+            try:
+                written, content = path.stat().st_mtime, json.loads(path.read_text("utf-8"))
+            except OSError:
+                continue  # its worker replaced or removed it meanwhile
+            key = tuple(content["labels"].values())
+            if key not in newest or newest[key][0] < written:
+                newest[key] = (written, content)
+        return [content for _, content in newest.values()]

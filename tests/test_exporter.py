@@ -1,0 +1,160 @@
+"""Counters of worker processes reach the API server's registry, by files or natively."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tilewise import counters, exporter
+
+WORKER = """
+    import os, sys
+    from tilewise import counters, exporter
+    rank, steps = sys.argv[1:3]
+    exporter.start({"engine": "0", "rank": rank})
+    counters.add("steps", int(steps), path="decode")
+    counters.add("launches", 3 * int(steps), kernel="decode")
+    counters.add("fallback_layers", 2, reason="soft cap", target="FLASH_ATTN")
+    counters.grow("workspace_bytes", 1000)
+    for value in (1e-5, 1e-3, 5.0):
+        counters.observe("build_seconds", value)
+    exporter.flush()
+"""
+READER = """
+    import os
+    from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
+    registry = REGISTRY
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+    else:
+        from tilewise import exporter
+        exporter.prepare()
+    print(generate_latest(registry).decode())
+"""
+
+
+def run(code, *args, **environ):
+    env = {k: v for k, v in os.environ.items() if k not in (
+        exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE)}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *args], env=env | environ,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def samples(text):
+    """``{"name{labels}": value}`` of all our samples."""
+    lines = [line for line in text.splitlines() if line.startswith("tilewise_")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def expected(rank, steps):
+    own = f'engine="0",rank="{rank}"'
+    return {
+        f'tilewise_steps_total{{{own},path="decode"}}': steps,
+        f'tilewise_kernel_launches_total{{{own},kernel="decode"}}': 3 * steps,
+        f'tilewise_workspace_bytes{{{own}}}': 1000,
+        f'tilewise_build_seconds_count{{{own}}}': 3,
+        f'tilewise_build_seconds_sum{{{own}}}': pytest.approx(5.00101),
+        f'tilewise_build_seconds_bucket{{{own},le="2e-05"}}': 1,
+        f'tilewise_build_seconds_bucket{{{own},le="0.001"}}': 2,
+        f'tilewise_build_seconds_bucket{{{own},le="+Inf"}}': 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
+def test_counters_of_two_workers_are_served(variable, tmp_path):
+    environ = {variable: str(tmp_path)}
+    for rank, steps in (("0", "5"), ("1", "7")):
+        run(WORKER, rank, steps, **environ)
+    text = run(READER, **environ).stdout
+    found = samples(text)
+    wanted = expected("0", 5) | expected("1", 7)
+    if variable == exporter.NATIVE_VARIABLE:
+        # A live sum: gauges of processes that ended are gone.
+        wanted = {k: v for k, v in wanted.items() if "workspace" not in k}
+    for name, value in wanted.items():
+        keys = [k for k in found if sorted(k.strip("}").split("{")[-1].split(",")) ==
+                sorted(name.strip("}").split("{")[-1].split(",")) and
+                k.split("{")[0] == name.split("{")[0]]  # fmt: skip
+        assert [found[k] for k in keys] == [value], (name, text)
+    assert text.count("# TYPE tilewise_steps_total counter") == 1
+
+
+def test_a_restarted_worker_replaces_its_predecessor(tmp_path):
+    environ = {exporter.FOLDER_VARIABLE: str(tmp_path)}
+    run(WORKER, "0", "5", **environ)
+    run(WORKER, "0", "2", **environ)
+    found = samples(run(READER, **environ).stdout)
+    (value,) = [v for k, v in found.items() if k.startswith("tilewise_steps_total")]
+    assert value == 2
+
+
+@pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
+def test_a_folder_that_is_gone_breaks_nothing(variable, tmp_path):
+    code = """
+        import logging, os, shutil, sys
+        logging.basicConfig()
+        from tilewise import counters, exporter
+        shutil.rmtree(sys.argv[1])
+        exporter.start({"engine": "0", "rank": "0"})
+        for _ in range(3):
+            counters.add("steps", path="decode")
+            exporter.flush()
+        print("served", counters.snapshot())
+    """
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    done = run(code, str(folder), **{variable: str(folder)})
+    assert "served {'steps{path=decode}': 3}" in done.stdout
+    if variable == exporter.FOLDER_VARIABLE:
+        assert done.stderr.count("metrics cannot be written") == 1
+
+
+def test_the_first_process_makes_the_folder_and_removes_it():
+    code = """
+        import os, subprocess, sys
+        from tilewise import exporter
+        exporter.prepare(); exporter.prepare()
+        folder = os.environ[exporter.FOLDER_VARIABLE]
+        child = [sys.executable, "-c", "from tilewise import exporter; exporter.prepare()"]
+        subprocess.run(child, check=True)
+        print(folder, os.path.isdir(folder))
+    """
+    folder, was_there = run(code).stdout.split()
+    assert was_there == "True"
+    assert not os.path.exists(folder)
+
+
+def test_half_written_files_are_never_read(tmp_path, monkeypatch):
+    monkeypatch.setenv(exporter.FOLDER_VARIABLE, str(tmp_path))
+    (tmp_path / "12.part").write_text('{"pid": 12, "lab')
+    sink = exporter.FileSink({"engine": "0", "rank": "0"})
+    sink.write([("steps", (("path", "mixed"),), 4)], [])
+    (family,) = exporter.FolderCollector().collect()
+    (sample,) = family.samples
+    assert (sample.name, sample.value) == ("tilewise_steps_total", 4)
+    assert sample.labels == {"engine": "0", "rank": "0", "path": "mixed"}
+
+
+def test_nothing_grows_without_an_exporter():
+    counters.reset()
+    for i in range(30_000):
+        counters.observe("build_seconds", i)
+    assert len(counters.drain()) == 10_000
+    assert counters.drain() == []
+
+
+def test_every_metric_is_described():
+    for name, metric in counters.METRICS.items():
+        assert metric.name.startswith("tilewise_"), name
+        assert metric.kind in ("counter", "gauge", "histogram")
+        assert metric.help.endswith(".")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+    json.dumps([m.name for m in counters.METRICS.values()])

@@ -8,6 +8,7 @@ building. Peers are imported on first use; one that is absent says why.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -136,6 +137,68 @@ class Tilewise(Provider):
             return f"tilewise page {self.page_size}: {'+'.join(ran) or 'triton'}"
 
         return Runner([partial(call, copy) for copy in range(inputs.copies)], path)
+
+
+class TilewiseHopper(Tilewise):
+    """Our Gluon prefill for Hopper; requests of a few tokens keep the split-KV decode."""
+
+    module = "tilewise.kernels.hopper_prefill"
+
+    def __init__(self) -> None:
+        super().__init__("tilewise_hopper", page_size=64)
+
+    def unsupported(self, case: Case) -> str | None:
+        """Prefills only, of the layers that the kernel knows."""
+        from tilewise.kernels.hopper_prefill import hopper_prefill_supported
+
+        if case.kind == "decode":
+            return "decode batches run the same kernel as tilewise"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+            return "needs compute capability 9.0"
+        group = case.num_q_heads // case.num_kv_heads
+        return super().unsupported(case) or hopper_prefill_supported(
+            group, case.head_dim, self.page_size
+        )
+
+    def _build(self, case: Case, inputs: CaseInputs) -> Runner:
+        from tilewise.attention import PagedAttention
+        from tilewise.kernels.hopper_prefill import BLOCK_M, hopper_prefill_attention
+        from tilewise.kernels.launch import KvCache
+
+        cache = inputs.paged(self.page_size)
+        kwargs: dict[str, Any] = {
+            "page_size": self.page_size,
+            "dtype": torch.bfloat16,
+            "max_num_reqs": case.num_reqs,
+            "max_num_tokens": case.num_tokens,
+            "device": str(inputs.device),
+        }
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+        config = PagedAttention(*heads, **kwargs).config
+        prefill = dataclasses.replace(config.prefill, block_m=BLOCK_M)
+        attn = PagedAttention(*heads, config=dataclasses.replace(config, prefill=prefill), **kwargs)
+        plan = attn.plan(
+            inputs.query_start_loc, inputs.seq_lens, cache.block_table,
+            num_tokens=case.num_tokens, max_query_len=case.max_q_len,
+        )  # fmt: skip
+        # The decode rows of the same plan go through run(); its prefill launch is left out.
+        decodes = dataclasses.replace(plan, max_prefill_tiles=0)
+        has_decode = any(q_len <= 16 for q_len in case.q_lens)
+        counter = torch.zeros(2, dtype=torch.int32, device=inputs.device)
+        views = [KvCache(kv[..., : case.head_dim], kv[..., case.head_dim :]) for kv in cache.kv]
+
+        def call(copy: int) -> None:
+            q, out = inputs.q[copy], inputs.out[copy]
+            if has_decode:
+                attn.run(q, cache.kv[copy], scale=inputs.scale, out=out, plan=decodes)
+            hopper_prefill_attention(
+                out, None, q, views[copy], plan.query_start_loc, plan.seq_lens, plan.block_table,
+                attn._header, attn._tile_req, attn._tile_token, counter, inputs.scale,
+                num_programs=config.num_sms,
+            )  # fmt: skip
+
+        path = f"hopper prefill page {self.page_size}" + (" + decode" if has_decode else "")
+        return Runner([partial(call, copy) for copy in range(inputs.copies)], lambda: path)
 
 
 class Fa3(Provider):
@@ -381,6 +444,7 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
     providers: list[Provider] = [
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
+        TilewiseHopper(),
         Fa3(),
         Fa3Best(),
         TritonAttn(),

@@ -451,7 +451,7 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
         Cudnn(),
     ]
     if flashinfer:
-        providers.insert(4, FlashInfer())
+        providers.insert(5, FlashInfer())
     return {provider.name: provider for provider in providers}
 
 

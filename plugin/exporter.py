@@ -54,7 +54,7 @@ def prepare() -> None:
     if _registered_pid is None:
         from prometheus_client import REGISTRY
 
-        REGISTRY.register(FolderCollector())  # type: ignore[arg-type]
+        REGISTRY.register(FolderCollector())
         _registered_pid = os.getpid()
 
 
@@ -155,7 +155,7 @@ class NativeSink:
 
         # Chosen when prometheus_client was imported, which in a forked worker was before vLLM set
         # the variable; values kept in memory would never leave this process.
-        values.ValueClass = values.MultiProcessValue()
+        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self._client = prometheus_client
         self._labels = labels
         self._metrics: dict[str, Any] = {}
@@ -220,7 +220,7 @@ class FolderCollector:
                 values = [*own.values(), *(labels[key] for key in METRICS[name].labels)]
                 family(name, own).add_metric(values, value)
             for name, cells in process["histograms"].items():
-                *counts, total = cells
+                counts, total = cells[:-1], cells[-1]
                 bounds = [*map(str, METRICS[name].buckets), "+Inf"]
                 sums = [sum(counts[: i + 1]) for i in range(len(counts))]
                 buckets = list(zip(bounds, sums, strict=True))

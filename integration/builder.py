@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from tilewise import counters
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
+from tilewise.integration.impl import TilewiseImpl
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
             device=device,
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
+            window=_group_window(kv_cache_spec, layer_names, vllm_config),
         )
         logger.info(
             "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, pages of %d "
@@ -215,6 +218,27 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             attn=self.attn,
             plan=plan,
         )
+
+
+def _group_window(
+    kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig
+) -> int | None:
+    """Sliding window of a group's layers; None without one.
+
+    The layers say it themselves: where vLLM merges specs, a group's spec may name a window that
+    only some of them have.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    windows = {n: impl.window for n, impl in impls.items() if isinstance(impl, TilewiseImpl)}
+    if len(set(windows.values())) > 1:
+        raise UnsupportedConfig(
+            f"layers of one KV-cache group have different sliding windows ({windows}); "
+            "tilewise plans one window a group"
+        )
+    if windows:
+        return next(iter(windows.values()))
+    return getattr(kv_cache_spec, "sliding_window", None)
 
 
 def _path(plan: Plan) -> str:

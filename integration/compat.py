@@ -15,7 +15,9 @@ import os
 import re
 from typing import Any
 
+from tilewise import exporter
 from tilewise.errors import IncompatibleVllm, UnsupportedConfig
+from tilewise.integration import fallback
 from tilewise.settings import load_settings
 
 BACKEND_PATH = "tilewise.integration.backend.TilewiseBackend"
@@ -187,7 +189,7 @@ def _current_path(member: Any) -> str | None:
 
 
 def register_all() -> tuple[str, ...]:
-    """Register the backend under both names; never raises.
+    """Register the backend under both names, and the fallback with it; never raises.
 
     Returns
     -------
@@ -196,7 +198,11 @@ def register_all() -> tuple[str, ...]:
     """
     try:
         require_supported()
-        return tuple(name for name in (OWN_NAME, SHARED_NAME) if _claim(name))
+        names = tuple(name for name in (OWN_NAME, SHARED_NAME) if _claim(name))
+        if names:
+            fallback.install()
+            exporter.prepare()
+        return names
     except (IncompatibleVllm, UnsupportedConfig) as error:
         _say_once(f"{error}; no attention backend registered")
     except _FOREIGN_ERRORS as error:

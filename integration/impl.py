@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from tilewise import counters
+from tilewise import counters, support
+from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.kernels.cache_write import write_kv_cache
 
 if TYPE_CHECKING:
@@ -22,20 +24,26 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
     num_heads, head_size, scale, num_kv_heads
         Query heads, head size, softmax scale and KV heads of this rank.
     alibi_slopes, sliding_window, logits_soft_cap
-        Must be None (a soft cap of 0 counts as none).
+        One slope a head, the number of keys a query may see (itself included), and the bound of
+        the logits; None for none (so is a soft cap of 0).
     kv_cache_dtype : str
         ``auto`` or the model's own dtype.
     attn_type : str
         ``AttentionType.DECODER``.
     kv_sharing_target_layer_name : str, optional
         The layer whose KV cache this one reads; then nothing is written here.
+    sinks : Tensor[num_heads], optional
+        One logit a head that joins the softmax's denominator.
+    use_alibi_sqrt : bool
+        Take ALiBi's distances under a square root.
     **extra
         Further features of a model; any that is switched on is refused.
 
     Raises
     ------
     NotImplementedError
-        Naming the feature that tilewise does not compute.
+        Naming the feature that tilewise does not compute: what ``tilewise.support`` does not call
+        native, and values that make no sense.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
         **extra: Any,
     ) -> None:
         self.num_heads = num_heads
@@ -59,12 +69,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         self.kv_cache_dtype = kv_cache_dtype
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        if alibi_slopes is not None:
-            raise _unsupported("ALiBi slopes")
-        if sliding_window is not None:
-            raise _unsupported(f"a sliding window ({sliding_window})")
-        if logits_soft_cap:
-            raise _unsupported(f"a logits soft cap ({logits_soft_cap})")
+        self._set_features(alibi_slopes, sliding_window, logits_soft_cap, sinks, use_alibi_sqrt)
         if attn_type != AttentionType.DECODER:
             raise _unsupported(
                 f"attention type {attn_type!r} (only {AttentionType.DECODER.value!r})"
@@ -76,6 +81,41 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
                 raise _unsupported(f"the layer option {name!r} ({type(value).__name__})")
         if self.num_heads % self.num_kv_heads != 0:
             raise _unsupported(f"{self.num_heads} query heads over {self.num_kv_heads} KV heads")
+
+    def _set_features(
+        self,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        sinks: torch.Tensor | None,
+        use_alibi_sqrt: bool,
+    ) -> None:
+        """Keep what shapes the logits for ``forward``, or refuse it."""
+        soft_cap = float(logits_soft_cap or 0.0)
+        row = "alibi_sqrt" if use_alibi_sqrt else "alibi"
+        if alibi_slopes is not None and not support.is_native(row):
+            raise _unsupported("ALiBi slopes" + " under a square root" * use_alibi_sqrt)
+        if sliding_window is not None and not (
+            support.is_native("sliding_window") and sliding_window > 0
+        ):
+            raise _unsupported(f"a sliding window ({sliding_window})")
+        if soft_cap and not (
+            support.is_native("soft_cap") and soft_cap > 0 and math.isfinite(soft_cap)
+        ):
+            raise _unsupported(f"a logits soft cap ({logits_soft_cap})")
+        if sinks is not None and not support.is_native("sinks"):
+            raise _unsupported(f"the layer option 'sinks' ({type(sinks).__name__})")
+        for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+            if x is not None and len(x) != self.num_heads:
+                raise _unsupported(f"{len(x)} {name} for {self.num_heads} query heads")
+        self.window = sliding_window
+        self.soft_cap = soft_cap
+        # Read at every step: its values are loaded after the layer is built.
+        self.sinks = sinks
+        self.alibi_slopes = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_sqrt = use_alibi_sqrt
 
     def do_kv_cache_update(
         self,
@@ -144,14 +184,23 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         ------
         NotImplementedError
             When a quantised output is asked for.
+        UnsupportedConfig
+            When the step was planned for another sliding window than this layer's.
         """
         if output_scale is not None or output_block_scale is not None:
             raise _unsupported("a quantised attention output (output_scale)")
         if attn_metadata is None:
             return output.fill_(0)
-        attn_metadata.attn.run(
-            query, kv_cache, scale=self.scale, out=output, plan=attn_metadata.plan
-        )
+        attn = attn_metadata.attn
+        if attn.window != self.window:
+            raise UnsupportedConfig(
+                f"the step was planned for a window of {attn.window}, the layer's is {self.window}"
+            )
+        attn.run(
+            query, kv_cache, scale=self.scale, out=output, plan=attn_metadata.plan,
+            sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
+            alibi_sqrt=self.alibi_sqrt,
+        )  # fmt: skip
         return output
 
 
@@ -160,8 +209,8 @@ def _switched_off(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, int) and value < 0)
 
 
-def _unsupported(feature: str) -> NotImplementedError:
+def _unsupported(feature: str) -> UnsupportedFeature:
     """Error for a feature that vLLM shows a backend only when the layer is built."""
-    return NotImplementedError(
+    return UnsupportedFeature(
         f"tilewise does not support {feature}; choose another --attention-backend for this model"
     )

@@ -1,13 +1,32 @@
 """The inner loop of prefill and decode: one query tile against a range of key tiles.
 
-qk = q k^T;  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc = acc * alpha + p v
+qk = shape(q k^T);  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc = acc * alpha + p v
 """
 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.logits import shape_logits
 from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
+
+
+@triton.jit
+def window_ranges(begin, end, last_pos, full, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cut the tiles ``begin .. end`` of a window: ``(begin, inside, full)``.
+
+    Tiles ``inside .. full`` lie between the left edge of the last row's window (``last_pos``)
+    and the diagonal of the first row, so that they need no mask; the others do.  Narrow windows
+    have no such tiles worth a loop of their own.
+    """
+    if WINDOW < 4 * BLOCK_N:
+        inside = begin
+        full = begin
+    else:
+        full = tl.minimum(tl.maximum(full, begin), end)
+        inside = tl.cdiv(tl.maximum(last_pos + 1 - WINDOW, 0), BLOCK_N)
+        inside = tl.minimum(tl.maximum(inside, begin), full)
+    return begin, inside, full
 
 
 @triton.jit
@@ -24,7 +43,10 @@ def attend(
     hi,
     pos,
     seq_len,
+    first_key,
     scale_log2,
+    cap_log2,
+    slope_log2,
     stride_k_p,
     stride_k_s,
     stride_v_p,
@@ -37,8 +59,15 @@ def attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
-    """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos."""
+    """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos.
+
+    With a ``WINDOW`` they see the last ``WINDOW`` of these, none of them before ``first_key``.
+    ``cap_log2`` and ``slope_log2`` shape the logits (``shape_logits``); each may be None.
+    """
+    SHAPED: tl.constexpr = (cap_log2 is not None) or (slope_log2 is not None)
     limit = tl.minimum(hi * BLOCK_N, seq_len)
     pages = tile_pages(block_table_row_ptr, lo * BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
     for j in tl.range(lo, hi, num_stages=NUM_STAGES):
@@ -48,22 +77,30 @@ def attend(
             v = load_tile_tma(v_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D)
         else:
             k = load_tile(
-                k_src, pages, start, seq_len, stride_k_p, stride_k_s,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED,
+                k_src, pages, start, seq_len, first_key, stride_k_p, stride_k_s,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED, WINDOW,
             )  # fmt: skip
             v = load_tile(
-                v_src, pages, start, seq_len, stride_v_p, stride_v_s,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED,
+                v_src, pages, start, seq_len, first_key, stride_v_p, stride_v_s,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED, WINDOW,
             )  # fmt: skip
         pages = tile_pages(block_table_row_ptr, start + BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        n = start + tl.arange(0, BLOCK_N)
+        if SHAPED:
+            qk = shape_logits(qk, n, pos, scale_log2, cap_log2, slope_log2, ALIBI_SQRT)
         if MASKED:
-            n = start + tl.arange(0, BLOCK_N)
-            qk = tl.where(n[None, :] <= pos[:, None], qk, float("-inf"))
+            visible = n[None, :] <= pos[:, None]
+            if WINDOW:
+                visible = visible & (n[None, :] > pos[:, None] - WINDOW)
+            qk = tl.where(visible, qk, float("-inf"))
             if USE_TMA:
                 # A copied page brings its whole tail; 0 * NaN would reach the accumulator.
-                v = tl.where((n < seq_len)[:, None], v, 0.0)
-        p, alpha, m_i = softmax_step(qk, m_i, scale_log2, MASKED)
+                owned = n < seq_len
+                if WINDOW:
+                    owned = owned & (n >= first_key)
+                v = tl.where(owned[:, None], v, 0.0)
+        p, alpha, m_i = softmax_step(qk, m_i, 1.0 if SHAPED else scale_log2, MASKED)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

@@ -4,9 +4,9 @@ All key tiles of all decode requests, in the order (request, KV head, query tile
 one line of ``total`` units (an item also pays a few units for starting).  Worker ``w`` of
 ``active`` takes the ``w``-th of ``active`` equal stretches, whatever requests they cut: every SM
 reads the same amount, and the launch geometry never depends on the lengths (so one CUDA graph
-serves all of them).  An item, one (request, KV
-head, query tile), that several workers share leaves fp32 partials in scratch; the last of them to
-arrive merges the pieces in their order, so results repeat from run to run.
+serves all of them).  Under a sliding window the line holds the window's tiles only.  An item, one
+(request, KV head, query tile), that several workers share leaves fp32 partials in scratch; the
+last of them to arrive merges the pieces in their order, so results repeat from run to run.
 
 Sources: Dao et al., Flash-Decoding (2023); Osama et al., Stream-K (2023), for the even ranges.
 """
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.attend import attend
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, kv_arguments
-from tilewise.kernels.online_softmax import softmax_finish
+from tilewise.kernels.attend import attend, window_ranges
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
 @triton.jit
@@ -88,6 +88,9 @@ def _decode_kernel(
     partial_l_ptr,
     arrivals_ptr,
     scale_log2,
+    cap_log2,
+    sinks_ptr,
+    slopes_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -112,8 +115,13 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
-    """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
+    """out = softmax(shape(q k^T) + causal mask) v for short queries; grid = (workers,).
+
+    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` are None for none.
+    """
     worker = tl.program_id(0)
     record = worker_record_ptr + worker * 8
     cursor = tl.load(record)
@@ -154,6 +162,11 @@ def _decode_kernel(
         end = tl.minimum(length, begin + stretch_end - cursor)
         lo = (begin.to(tl.int64) * tiles_n // length).to(tl.int32)
         hi = (end.to(tl.int64) * tiles_n // length).to(tl.int32)
+        if WINDOW:
+            # The plan's line starts at the first key that the request's first token sees.
+            skipped = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // BLOCK_N
+            lo += skipped
+            hi += skipped
 
         flat = m_tile * BLOCK_M + rows
         row_ok = flat < query_len * GROUP_SIZE
@@ -178,21 +191,42 @@ def _decode_kernel(
         else:
             k_head = k_src + kv_head.to(tl.int64) * stride_k_h
             v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+        slope_log2 = None
+        if slopes_ptr is not None:
+            row_slope_ptr = slopes_ptr + first_head + flat % GROUP_SIZE
+            slope_log2 = tl.load(row_slope_ptr).to(tl.float32) * LOG2E
+        first_key = 0
+        if WINDOW:
+            first_key = tl.maximum(first_pos + 1 - WINDOW, 0)
         if USE_TMA:
+            if WINDOW:
+                last_pos = first_pos + tl.cdiv(BLOCK_M, GROUP_SIZE)
+                lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
+                acc, m_i, l_i = attend(
+                    acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, inside,
+                    pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+                    stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+                    HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
+                    WINDOW, ALIBI_SQRT,
+                )  # fmt: skip
+                lo = inside
             split = tl.minimum(tl.maximum(full, lo), hi)
             acc, m_i, l_i = attend(
                 acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
-                pos, seq_len, scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+                pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+                stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+                WINDOW, ALIBI_SQRT,
             )  # fmt: skip
         else:
             # Masked rows cost nothing here (the copies themselves skip them), so one loop will do.
             split = lo
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
-            pos, seq_len, scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
-            TAIL_STAGES if USE_TMA else NUM_STAGES,
+            TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT,
         )  # fmt: skip
 
         complete = True
@@ -218,6 +252,10 @@ def _decode_kernel(
                     rows, offs_d, row_ok, BLOCK_M, BLOCK_D, BLOCK_P=16,
                 )  # fmt: skip
         if complete:
+            if sinks_ptr is not None:
+                # Here, where all of a row's keys have met, and so once whatever the splits.
+                sink = tl.load(sinks_ptr + first_head + flat % GROUP_SIZE)
+                acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
             out, lse = softmax_finish(acc, m_i, l_i)
             o_rows = token * stride_o_t + flat % GROUP_SIZE * stride_o_h
             o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
@@ -245,8 +283,9 @@ def decode_attention(
     partial_m: torch.Tensor,
     partial_l: torch.Tensor,
     arrivals: torch.Tensor,
-    scale: float,
+    logits: Logits,
     *,
+    window: int,
     item_overhead: int,
     block_m: int,
     block_n: int,
@@ -263,7 +302,7 @@ def decode_attention(
     out, q : Tensor[num_tokens, num_q_heads, head_dim]
         Only rows of decode requests are written.
     lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
-        Natural-log sum of exponentials; -inf for rows without keys.
+        Natural-log sum of exponentials, with the sink's; -inf for rows without any.
     kv : KvCache
         Views of the paged keys and values.
     query_start_loc, seq_lens, block_table : Tensor, int32
@@ -275,18 +314,23 @@ def decode_attention(
         Scratch for items that several workers share.
     arrivals : Tensor[num_workers], int32
         Zero before and after every launch.
+    logits : Logits
+        What is done to products before the softmax.
+    window : int
+        Keys a query may see, itself included; 0 for all.  The plan must have been made for it.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     _decode_kernel[(arrivals.shape[0],)](
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
-        scale * 1.4426950408889634,
+        *logits.arguments,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, num_warps=num_warps,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
+        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
     )  # fmt: skip

@@ -10,6 +10,42 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 BATCH_ARGUMENTS = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
 
 
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How one layer makes logits of products: see ``tilewise.kernels.logits`` for the order.
+
+    Parameters
+    ----------
+    scale : float
+        Positive factor.
+    softcap : float
+        Bound of the logits, by ``tanh``; 0 for none.
+    sinks : Tensor[num_q_heads] or None
+        One more logit a head, in the denominator only.
+    alibi_slopes : Tensor[num_q_heads] or None
+    alibi_sqrt : bool
+        Take the square root of ALiBi's distances.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    alibi_sqrt: bool = False
+
+    @property
+    def arguments(self) -> tuple[float, float | None, torch.Tensor | None, torch.Tensor | None]:
+        """``scale_log2``, ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` of the kernels.
+
+        What is None is compiled out.
+        """
+        cap_log2 = self.softcap * LOG2E if self.softcap else None
+        return self.scale * LOG2E, cap_log2, self.sinks, self.alibi_slopes
+
+
 @dataclass(frozen=True)
 class KvCache:
     """Keys and values of one layer, as strided views.

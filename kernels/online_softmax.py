@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -34,6 +35,19 @@ def softmax_step(qk, m_i, scale_log2, MASKED: tl.constexpr):
     p = tl.exp2(qk * scale_log2 - pivot[:, None])
     alpha = tl.exp2(m_i - pivot)
     return p, alpha, m_new
+
+
+@triton.jit
+def add_sink(acc, m_i, l_i, sink):
+    """Put one more logit, ``sink`` (natural), under the fraction bar; it carries no value.
+
+    To be applied once a row, to sums over all of the row's keys.
+    """
+    sink_log2 = sink.to(tl.float32) * LOG2E
+    m_new = tl.maximum(m_i, sink_log2)
+    pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+    alpha = tl.exp2(m_i - pivot)
+    return acc * alpha[:, None], m_new, l_i * alpha + tl.exp2(sink_log2 - pivot)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ def tile_pages(block_table_row_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK
     """Page ids of keys ``start .. start + BLOCK_N``: one if the tile lies in a page, else a row's.
 
     Keys at or past ``limit`` look up nothing (id 0), so the table is never read past its request.
+    Ids of keys left of a window may be anything: ``load_tile`` does not follow them.
     """
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(block_table_row_ptr + start // PAGE_SIZE, mask=start < limit, other=0)
@@ -50,6 +51,7 @@ def load_tile(
     pages,
     start,
     limit,
+    first_key,
     stride_page,
     stride_slot,
     HEAD_DIM: tl.constexpr,
@@ -57,8 +59,12 @@ def load_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """``[BLOCK_N, BLOCK_D]`` by pointers; with ``MASKED`` rows at or past ``limit`` read as 0."""
+    """``[BLOCK_N, BLOCK_D]`` by pointers; with ``MASKED`` rows at or past ``limit`` read as 0.
+
+    So do, under a window, rows before ``first_key``.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     n = start + offs_n
@@ -69,10 +75,13 @@ def load_tile(
     else:
         rows = pages.to(tl.int64) * stride_page + (n % PAGE_SIZE).to(tl.int64) * stride_slot
         ptrs = head_ptr + rows[:, None] + offs_d[None, :]
+    ok = n < limit
+    if WINDOW:
+        ok = ok & (n >= first_key)
     if MASKED and HEAD_DIM < BLOCK_D:
-        return tl.load(ptrs, mask=(n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(ptrs, mask=ok[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
     elif MASKED:
-        return tl.load(ptrs, mask=(n < limit)[:, None], other=0.0)
+        return tl.load(ptrs, mask=ok[:, None], other=0.0)
     elif HEAD_DIM < BLOCK_D:
         return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
     else:

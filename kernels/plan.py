@@ -81,6 +81,7 @@ def _plan_kernel(
     BLOCK_LIST: tl.constexpr,
     BLOCK_W: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Prefix sums over requests, then one entry per tile and per worker; grid = (1,)."""
     offs_r = tl.arange(0, BLOCK_R)
@@ -100,7 +101,10 @@ def _plan_kernel(
         tiles = tl.where(is_prefill, tl.cdiv(query_len, PREFILL_BLOCK_Q), 0)
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M)
         # A request without keys still owns a tile: its rows must be written as zeros.
-        length = tl.maximum(tl.cdiv(seq_len, DECODE_BLOCK_N), 1) + ITEM_OVERHEAD
+        key_tiles = tl.cdiv(seq_len, DECODE_BLOCK_N)
+        if WINDOW:
+            key_tiles -= tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // DECODE_BLOCK_N
+        length = tl.maximum(key_tiles, 1) + ITEM_OVERHEAD
         work = tl.where(is_decode, tiles_m * length * NUM_KV_HEADS, 0)
         tl.store(cu_tiles_ptr + r + 1, num_tiles + tl.cumsum(tiles, 0), mask=ok)
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
@@ -167,6 +171,7 @@ def plan_on_device(
     decode_block_n: int,
     num_sms: int,
     item_overhead: int,
+    window: int,
 ) -> None:
     """Write the plan of one batch into persistent buffers; no host sync.
 
@@ -195,5 +200,5 @@ def plan_on_device(
         NUM_WORKERS=num_workers, NUM_SMS=num_sms, ITEM_OVERHEAD=item_overhead,
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
-        SEARCH_STEPS=max_reqs.bit_length(), num_warps=8,
+        SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window, num_warps=8,
     )  # fmt: skip

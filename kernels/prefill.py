@@ -2,17 +2,18 @@
 
 One program owns ``BLOCK_M`` query rows of one KV head, ``BLOCK_Q = BLOCK_M // GROUP_SIZE``
 consecutive tokens times the ``GROUP_SIZE`` query heads that share it, and walks that request's
-keys once.  Tiles above the diagonal are never visited; only tiles that touch the diagonal or the
-end of the sequence are masked.  Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
+keys once.  Tiles above the diagonal are never visited, nor are tiles left of the window; only
+tiles that touch one of these or the end of the sequence are masked.
+Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.attend import attend
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, kv_arguments
-from tilewise.kernels.online_softmax import softmax_finish
+from tilewise.kernels.attend import attend, window_ranges
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
 @triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=BATCH_ARGUMENTS)
@@ -29,6 +30,9 @@ def _prefill_kernel(
     tile_req_ptr,
     tile_token_ptr,
     scale_log2,
+    cap_log2,
+    sinks_ptr,
+    slopes_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -52,8 +56,13 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
-    """out = softmax(scale * q k^T + causal mask) v; grid = (prefill tiles, KV heads)."""
+    """out = softmax(shape(q k^T) + causal mask) v; grid = (prefill tiles, KV heads).
+
+    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` are None for none.
+    """
     slot = tl.program_id(0)
     kv_head = tl.program_id(1)
     if slot >= tl.load(header_ptr):
@@ -95,17 +104,43 @@ def _prefill_kernel(
     else:
         k_head = k_src + kv_head.to(tl.int64) * stride_k_h
         v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+    slope_log2 = None
+    if slopes_ptr is not None:
+        row_slope_ptr = slopes_ptr + tile_head + rows % GROUP_SIZE
+        slope_log2 = tl.load(row_slope_ptr).to(tl.float32) * LOG2E
+    begin = 0
+    first_key = 0
+    if WINDOW:
+        first_key = tl.maximum(first_pos + 1 - WINDOW, 0)
+        begin, inside, full = window_ranges(
+            first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
+        )
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
+            seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
+            WINDOW, ALIBI_SQRT,
+        )  # fmt: skip
+        begin = inside
     acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, 0, full, pos, seq_len,
-        scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos, seq_len,
+        first_key, scale_log2, cap_log2, slope_log2,
+        stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+        WINDOW, ALIBI_SQRT,
     )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
-        scale_log2, stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+        first_key, scale_log2, cap_log2, slope_log2,
+        stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
+        WINDOW, ALIBI_SQRT,
     )  # fmt: skip
 
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + tile_head + rows % GROUP_SIZE)
+        acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
     out, lse = softmax_finish(acc, m_i, l_i)
     o_rows = rows // GROUP_SIZE * stride_o_t + rows % GROUP_SIZE * stride_o_h
     o_tile_ptr = out_ptr + tile_token * stride_o_t + tile_head * stride_o_h
@@ -129,8 +164,9 @@ def prefill_attention(
     header: torch.Tensor,
     tile_req: torch.Tensor,
     tile_token: torch.Tensor,
-    scale: float,
+    logits: Logits,
     *,
+    window: int,
     max_tiles: int,
     block_m: int,
     block_n: int,
@@ -147,13 +183,17 @@ def prefill_attention(
     out, q : Tensor[num_tokens, num_q_heads, head_dim]
         Only rows that the plan gives to prefill are written.
     lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
-        Natural-log sum of exponentials; -inf for rows without keys.
+        Natural-log sum of exponentials, with the sink's; -inf for rows without any.
     kv : KvCache
         Views of the paged keys and values.
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it; ``seq_lens`` counts context and new tokens.
     header, tile_req, tile_token : Tensor, int32
         The plan's tile count and, for each tile, its request and first token.
+    logits : Logits
+        What is done to products before the softmax.
+    window : int
+        Keys a query may see, itself included; 0 for all.
     max_tiles : int
         Grid bound; programs past ``header[0]`` return at once.
     """
@@ -162,11 +202,12 @@ def prefill_attention(
     _prefill_kernel[(max_tiles, kv.num_kv_heads)](
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
-        scale * 1.4426950408889634,
+        *logits.arguments,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, num_warps=num_warps,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
+        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
     )  # fmt: skip

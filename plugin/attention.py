@@ -7,14 +7,14 @@ both can be captured in a CUDA graph and replayed with other lengths.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tilewise import counters, policy
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
-from tilewise.kernels.launch import KvCache, tma_strides
+from tilewise.kernels.launch import KvCache, Logits, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
 
@@ -62,6 +62,9 @@ class PagedAttention:
         A CUDA device of compute capability 8.0 or later, or "cpu" under ``TRITON_INTERPRET=1``.
     decode_query_len : int
         Query tokens of a typical decode request (1 + speculative tokens), 1 to 16.
+    window : int, optional
+        Sliding window: a query sees this many keys at most, the last ones and its own among
+        them.  Pages left of it are not read.  None for all keys.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -91,6 +94,7 @@ class PagedAttention:
         max_num_tokens: int,
         device: str | torch.device = "cuda",
         decode_query_len: int = 1,
+        window: int | None = None,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -104,7 +108,12 @@ class PagedAttention:
             config = policy.choose(geometry, describe_device(self.device), decode_query_len)
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
-        self.config = config
+        if window is not None and window < 1:
+            raise UnsupportedConfig(f"window={window}; accepted: 1 or more, or None")
+        if config.window not in (0, window or 0):
+            raise UnsupportedConfig(f"config is for window={config.window}, not for {window}")
+        self.config = replace(config, window=window or 0)
+        self.window = window
         self.geometry = geometry
         self.dtype = dtype
         self.max_num_reqs = max_num_reqs
@@ -161,7 +170,8 @@ class PagedAttention:
         seq_lens : Tensor[num_reqs], int32
             Context plus new tokens; the new tokens are the last ones (causal, bottom-right).
         block_table : Tensor[num_reqs, pages], int32
-            Page ids; entries past a request's last page are never read.
+            Page ids; entries past a request's last page are never read.  Those of pages wholly
+            left of the window of its first query are never followed.
         num_tokens : int
             Upper bound on ``query_start_loc[-1]`` (the padded number of tokens).
         max_query_len : int
@@ -196,7 +206,7 @@ class PagedAttention:
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
-                item_overhead=cfg.item_overhead,
+                item_overhead=cfg.item_overhead, window=cfg.window,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -221,6 +231,10 @@ class PagedAttention:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
         plan: Plan | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        alibi_sqrt: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with one layer's queries and cache.
 
@@ -239,13 +253,22 @@ class PagedAttention:
             Also return the natural-log sum of exponentials.
         plan : Plan, optional
             Default: the newest.
+        sinks : Tensor[num_q_heads], floating point, optional
+            One logit a head that joins the denominator once and carries no value.
+        softcap : float
+            Logits become ``softcap * tanh(logits / softcap)``; 0 leaves them alone.
+        alibi_slopes : Tensor[num_q_heads], floating point, optional
+            ``slope * (query position - key position)`` is taken off each logit, after the cap.
+        alibi_sqrt : bool
+            Take ALiBi's distances under a square root.
 
         Returns
         -------
         out : Tensor[rows, num_q_heads, head_dim]
             Rows that belong to no request hold what was there; in a fresh ``out``, anything.
         lse : Tensor[rows, num_q_heads], fp32
-            Only with ``return_lse``; -inf where a row saw no key (its output is 0).
+            Only with ``return_lse``; the logarithm of the denominator, so with the sink's part.
+            -inf where a row saw neither key nor sink (its output is 0).
 
         Raises
         ------
@@ -257,15 +280,21 @@ class PagedAttention:
         scale = self.geometry.head_dim**-0.5 if scale is None else scale
         if not (scale > 0.0 and math.isfinite(scale)):
             raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
+        if not (softcap >= 0.0 and math.isfinite(softcap)):
+            raise PlanMismatch(f"softcap={softcap}; accepted: 0 (off) or a positive finite number")
+        self._check_per_head("sinks", sinks)
+        self._check_per_head("alibi_slopes", alibi_slopes)
+        alibi_sqrt = alibi_sqrt and alibi_slopes is not None
+        logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
         if out is None:
             out = torch.empty((q.shape[0], *q.shape[1:]), dtype=q.dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if plan.has_decode:
-            self._run_decode(plan, out, lse, q, kv, scale, use_tma)
+            self._run_decode(plan, out, lse, q, kv, logits, use_tma)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, out, lse, q, kv, scale, use_tma)
+            self._run_prefill(plan, out, lse, q, kv, logits, use_tma)
         return (out, lse) if lse is not None else out
 
     def _run_decode(
@@ -275,15 +304,15 @@ class PagedAttention:
         lse: torch.Tensor | None,
         q: torch.Tensor,
         kv: KvCache,
-        scale: float,
+        logits: Logits,
         use_tma: bool,
     ) -> None:
         t = self.config.decode
         decode_attention(
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_record,
-            self._partial_acc, self._partial_m, self._partial_l, self._arrivals, scale,
-            item_overhead=self.config.item_overhead,
+            self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
+            item_overhead=self.config.item_overhead, window=self.config.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma,
@@ -297,14 +326,14 @@ class PagedAttention:
         lse: torch.Tensor | None,
         q: torch.Tensor,
         kv: KvCache,
-        scale: float,
+        logits: Logits,
         use_tma: bool,
     ) -> None:
         t = self.config.prefill
         prefill_attention(
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
-            self._header, self._tile_req, self._tile_token, scale,
-            max_tiles=plan.max_prefill_tiles,
+            self._header, self._tile_req, self._tile_token, logits,
+            max_tiles=plan.max_prefill_tiles, window=self.config.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma,
@@ -363,7 +392,7 @@ class PagedAttention:
             )
         keys = block_table.shape[1] * self.geometry.page_size
         longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
-        units = num_reqs * policy.decode_units(longest, keys, self.config)
+        units = num_reqs * policy.decode_units_bound(longest, keys, self.config)
         if units >= 2**31 or keys > 2**31 - 1024:
             raise PlanMismatch(
                 f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "
@@ -446,6 +475,21 @@ class PagedAttention:
                 "accepted: equally many"
             )
         return kv
+
+    def _check_per_head(self, name: str, x: torch.Tensor | None) -> None:
+        if x is None:
+            return
+        heads = self.geometry.num_q_heads
+        if x.shape != (heads,) or (heads > 1 and x.stride(0) != 1):
+            raise PlanMismatch(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
+                f"contiguous ({heads},), one of each query head"
+            )
+        if x.dtype not in SUPPORTED_DTYPES or x.device != self.device:
+            raise PlanMismatch(
+                f"{name} is {x.dtype} on {x.device}; accepted: {_names(SUPPORTED_DTYPES)} "
+                f"on {self.device}"
+            )
 
     def _check_dtype(self, name: str, x: torch.Tensor) -> None:
         if x.dtype != self.dtype or x.device != self.device:

@@ -5,6 +5,7 @@
     TilewiseError
     ├── UnsupportedConfig  (ValueError)    heads, sizes, dtypes or settings outside what we compute
     ├── PlanMismatch       (ValueError)    run() was given tensors or a plan that do not fit
+    ├── UnsupportedFeature (NotImplementedError)  a feature of a model that we do not compute
     └── IncompatibleVllm   (RuntimeError)  the installed vLLM lacks an interface we build on
 """
 
@@ -19,6 +20,10 @@ class UnsupportedConfig(TilewiseError, ValueError):
 
 class PlanMismatch(TilewiseError, ValueError):
     """A plan or a tensor that does not belong to this ``run``."""
+
+
+class UnsupportedFeature(TilewiseError, NotImplementedError):
+    """A layer with a feature that is not computed here; the fallback looks for who does."""
 
 
 class IncompatibleVllm(TilewiseError, RuntimeError):

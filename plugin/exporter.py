@@ -43,7 +43,7 @@ def prepare() -> None:
     The first process makes the folder and removes it when it ends; its children inherit the name.
     """
     global _registered_pid
-    if FOLDER_VARIABLE not in os.environ:
+    if os.environ.get(FOLDER_VARIABLE, "auto") in ("auto", ""):
         try:
             folder = tempfile.mkdtemp(prefix="tilewise-metrics-")
         except OSError as error:
@@ -220,11 +220,11 @@ class FolderCollector:
                 values = [*own.values(), *(labels[key] for key in METRICS[name].labels)]
                 family(name, own).add_metric(values, value)
             for name, cells in process["histograms"].items():
-                counts, total = cells[:-1], cells[-1]
+                counts, seconds = cells[:-1], cells[-1]
                 bounds = [*map(str, METRICS[name].buckets), "+Inf"]
                 sums = [sum(counts[: i + 1]) for i in range(len(counts))]
                 buckets = list(zip(bounds, sums, strict=True))
-                family(name, own).add_metric(list(own.values()), buckets, sum_value=total)
+                family(name, own).add_metric(list(own.values()), buckets, sum_value=seconds)
         yield from families.values()
 
     def _processes(self) -> list[dict[str, Any]]:

@@ -115,6 +115,8 @@ class Config:
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
     tiles, or whoever gets many short requests would finish last.
+
+    ``window`` is the number of keys a query may see, itself included; 0 for all.
     """
 
     geometry: Geometry
@@ -123,6 +125,12 @@ class Config:
     num_workers: int
     num_sms: int
     item_overhead: int = 3
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
+        if not 0 <= self.window <= 2**30:
+            raise UnsupportedConfig(f"window={self.window}; accepted: 0 (none) to 2**30")
 
     @property
     def prefill_block_q(self) -> int:
@@ -346,9 +354,20 @@ def decode_items(query_len: int, config: Config) -> int:
 
 
 def decode_units(query_len: int, seq_len: int, config: Config) -> int:
-    """Units of one decode request: its items times their key tiles and overhead."""
-    length = max(cdiv(seq_len, config.decode.block_n), 1) + config.item_overhead
-    return decode_items(query_len, config) * length
+    """Units of one decode request: its items times their key tiles and overhead.
+
+    Under a window the tiles start at the one that holds the first token's first key.
+    """
+    tiles = cdiv(seq_len, config.decode.block_n)
+    if config.window:
+        tiles -= max(seq_len - query_len + 1 - config.window, 0) // config.decode.block_n
+    return decode_items(query_len, config) * (max(tiles, 1) + config.item_overhead)
+
+
+def decode_units_bound(query_len: int, keys: int, config: Config) -> int:
+    """Bound on ``decode_units`` of any request of so many query tokens and keys at most."""
+    tiles = max(cdiv(keys, config.decode.block_n), 1)
+    return decode_items(query_len, config) * (tiles + config.item_overhead)
 
 
 def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:

@@ -32,10 +32,18 @@ class Settings:
         Register with a vLLM outside the supported range as well.
     cpu_platform : bool
         Belongs to the CPU test platform, which reads it itself; listed so that it is known here.
+    fallback : str
+        ``auto``: layers that we do not compute go to a backend of vLLM that does. ``error``: vLLM
+        does not start with such a layer.
+    metrics_dir : str
+        Folder through which workers hand their counters to ``/metrics``; ``auto``: the first
+        process makes a temporary one.
     """
 
     any_vllm: bool = False
     cpu_platform: bool = False
+    fallback: str = "auto"
+    metrics_dir: str = "auto"
 
 
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
@@ -48,9 +56,22 @@ def _parse_switch(name: str, text: str) -> bool:
     return value
 
 
+def _parse_fallback(name: str, text: str) -> str:
+    value = text.strip().lower()
+    if value not in ("auto", "error"):
+        raise UnsupportedConfig(f"{name}={text!r} is not a way to fall back: use auto or error")
+    return value
+
+
+def _parse_folder(name: str, text: str) -> str:
+    return text
+
+
 _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "any_vllm": _parse_switch,
     "cpu_platform": _parse_switch,
+    "metrics_dir": _parse_folder,
+    "fallback": _parse_fallback,
 }
 
 

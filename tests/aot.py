@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +28,12 @@ DEVICES = {
     90: policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024),
     100: policy.Device(arch=100, num_sms=148, shared_memory=227 * 1024),
 }
+# Argument and type of what a layer may do to its logits; "sqrt" besides goes with ALiBi.
+FEATURES = {
+    "softcap": ("cap_log2", "fp32"),
+    "sinks": ("sinks_ptr", "*fp32"),
+    "alibi": ("slopes_ptr", "*fp32"),
+}
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -42,6 +48,7 @@ class Resources:
     page_size: int
     group_size: int
     dtype: str
+    features: str
     num_warps: int
     registers: int
     spill_bytes: int
@@ -79,7 +86,7 @@ def _measure(compiled, arch):
     return registers, max(int(a) + int(b) for a, b in spills)
 
 
-def _attention_signature(tiles, dtype, page_size):
+def _attention_signature(tiles, dtype, features):
     element = "fp32" if dtype == "fp32" else dtype
     if tiles.use_tma:
         kv = f"tensordesc<{element}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
@@ -88,12 +95,15 @@ def _attention_signature(tiles, dtype, page_size):
     head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
     head |= {"k_src": kv, "v_src": kv}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
-    tail = {"scale_log2": "fp32"}
+    optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
+    off = [name for name, _ in FEATURES.values() if name not in optional]
+    tail = {"scale_log2": "fp32"} | dict.fromkeys(off, "constexpr") | optional
     tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
-    constants = {"lse_ptr": None} | (dict.fromkeys(strides, 1) if tiles.use_tma else {})
+    constants = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(off)
+    constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
 
@@ -104,7 +114,7 @@ def _attention_constants(config, tiles, dtype):
         "PAGE_SIZE": g.page_size, "HAS_LSE": False, "USE_TMA": tiles.use_tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n, "BLOCK_D": tiles.block_d, "NUM_STAGES": tiles.num_stages,
-        "TAIL_STAGES": tiles.tail_stages,
+        "TAIL_STAGES": tiles.tail_stages, "WINDOW": config.window,
     }  # fmt: skip
 
 
@@ -117,10 +127,10 @@ def _aligned(signature):
     ]  # fmt: skip
 
 
-def _compile_attention(kernel, config, dtype, arch, middle):
+def _compile_attention(kernel, config, dtype, arch, middle, features):
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(tiles, dtype, config.geometry.page_size)
+    head, tail, constants = _attention_signature(tiles, dtype, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
@@ -128,18 +138,18 @@ def _compile_attention(kernel, config, dtype, arch, middle):
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
 
 
-def compile_prefill(config, dtype, arch):
+def compile_prefill(config, dtype, arch, features=()):
     """Compile the prefill kernel of ``config``; returns ``(compiled, tiles)``."""
     middle = dict.fromkeys(("header_ptr", "tile_req_ptr", "tile_token_ptr"), "*i32")
-    return _compile_attention("prefill", config, dtype, arch, middle)
+    return _compile_attention("prefill", config, dtype, arch, middle, features)
 
 
-def compile_decode(config, dtype, arch):
+def compile_decode(config, dtype, arch, features=()):
     """Compile the decode kernel of ``config``; returns ``(compiled, tiles)``."""
     middle = dict.fromkeys(("header_ptr", "cu_work_ptr", "worker_record_ptr"), "*i32")
     middle |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
     middle["arrivals_ptr"] = "*i32"
-    return _compile_attention("decode", config, dtype, arch, middle)
+    return _compile_attention("decode", config, dtype, arch, middle, features)
 
 
 def compile_plan(config, arch, max_reqs=1024):
@@ -158,7 +168,7 @@ def compile_plan(config, arch, max_reqs=1024):
         "NUM_SMS": config.num_sms,
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
-        "SEARCH_STEPS": max_reqs.bit_length(),
+        "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
     }  # fmt: skip
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
@@ -178,14 +188,14 @@ def compile_cache_write(config, dtype, arch):
     return _compile(cache_write._write_kv_kernel, signature, constants, aligned, arch, 4)
 
 
-def resources(kernel, config, dtype, arch):
+def resources(kernel, config, dtype, arch, features=()):
     """Compile one kernel and report what it takes."""
     g = config.geometry
     if kernel == "prefill":
-        compiled, tiles = compile_prefill(config, dtype, arch)
+        compiled, tiles = compile_prefill(config, dtype, arch, features)
         num_warps = tiles.num_warps
     elif kernel == "decode":
-        compiled, tiles = compile_decode(config, dtype, arch)
+        compiled, tiles = compile_decode(config, dtype, arch, features)
         num_warps = tiles.num_warps
     elif kernel == "plan":
         compiled, num_warps = compile_plan(config, arch), 8
@@ -193,17 +203,19 @@ def resources(kernel, config, dtype, arch):
         compiled, num_warps = compile_cache_write(config, dtype, arch), 4
     registers, spill_bytes = _measure(compiled, arch)
     ptx = compiled.asm["ptx"]
+    if config.window:
+        features = (*features, f"window={config.window}")
     return Resources(
-        kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, num_warps, registers,
-        spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
+        kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features), num_warps,
+        registers, spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
         ptx.count("cp.async.bulk.tensor"),
     )  # fmt: skip
 
 
-def configured(dtype, arch, head_dim, page_size, heads=(32, 8)):
+def configured(dtype, arch, head_dim, page_size, heads=(32, 8), window=0):
     """The policy's configuration of one variant."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
-    return policy.choose(geometry, DEVICES[arch])
+    return replace(policy.choose(geometry, DEVICES[arch]), window=window)
 
 
 def main():
@@ -215,16 +227,23 @@ def main():
     parser.add_argument("--heads", default="32/8", help="query/KV heads")
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument(
-        "--job", type=Path, help="JSON list of [kernel, dtype, arch, head_dim, page_size]"
+        "--job", type=Path,
+        help="JSON list of [kernel, dtype, arch, head_dim, page_size, feature, ...]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--features", nargs="*", default=[], help=f"window=N, sqrt, {', '.join(FEATURES)}"
     )
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
     if args.job:
         variants = json.loads(args.job.read_text())
     heads = tuple(map(int, args.heads.split("/")))
-    for kernel, dtype, arch, head_dim, page_size in variants:
-        config = configured(dtype, arch, head_dim, page_size, heads)
-        print(json.dumps(asdict(resources(kernel, config, dtype, arch))), flush=True)
+    for kernel, dtype, arch, head_dim, page_size, *features in variants:
+        features = features or args.features
+        windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
+        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows))
+        features = [f for f in features if not f.startswith("window=")]
+        print(json.dumps(asdict(resources(kernel, config, dtype, arch, features))), flush=True)
 
 
 if __name__ == "__main__":

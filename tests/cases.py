@@ -30,13 +30,22 @@ class Case:
     decode_query_len: int = 1
     pad_tokens: int = 3
     pad_requests: int = 0
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: float | None = None  # the sinks' mean; they scatter around it
+    alibi: str = ""  # "linear" or "sqrt"
     label: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         heads = f"{self.num_q_heads}-{self.num_kv_heads}-{self.head_dim}"
         lengths = "_".join(f"{q}at{q + c}" for q, c in self.requests[:4])
-        return self.label or f"{heads}-p{self.page_size}-{dtype}-{self.layout}-{lengths}"
+        name = f"{heads}-p{self.page_size}-{dtype}-{self.layout}-{lengths}"
+        features = ("window", "softcap", "sinks", "alibi")
+        given = [
+            f"{f}{getattr(self, f)}" for f in features if getattr(self, f) not in (None, 0, "")
+        ]
+        return self.label or "-".join([name, *given])
 
 
 @dataclass
@@ -49,6 +58,7 @@ class Batch:
     block_table: torch.Tensor
     qsl: list[int]
     lens: list[int]
+    features: dict  # keyword arguments of run()
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -86,8 +96,24 @@ def empty_cache(case: Case, num_pages: int, device: str) -> torch.Tensor:
     return memory[:, 0].permute(0, 2, 1, 3) if order is None else memory.permute(*order)
 
 
+def make_features(case: Case, device: str, gen: torch.Generator) -> dict:
+    """What ``run`` is given besides the tensors that every case has."""
+    features: dict = {"softcap": case.softcap} if case.softcap else {}
+    heads = case.num_q_heads
+    if case.sinks is not None:
+        features["sinks"] = (case.sinks + torch.randn(heads, generator=gen)).to(device)
+    if case.alibi:
+        # The geometric slopes of the paper, for any number of heads.
+        features["alibi_slopes"] = 2.0 ** -(8.0 / heads * (1 + torch.arange(heads))).to(device)
+        features["alibi_sqrt"] = case.alibi == "sqrt"
+    return features
+
+
 def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
-    """Random queries, keys and values in permuted pages, NaN elsewhere."""
+    """Random queries, keys and values in permuted pages, NaN elsewhere.
+
+    Under a window, everything left of the first query's is nobody's too.
+    """
     gen = torch.Generator().manual_seed(seed)
     lens = [q + c for q, c in case.requests]
     num_pages = [-(-n // case.page_size) for n in lens]
@@ -99,11 +125,16 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     for r, n in enumerate(lens):
         pages = order[taken : taken + num_pages[r]]
         taken += num_pages[r]
-        table[r, : len(pages)] = pages.int()
+        first_key = 0
+        if case.window is not None:
+            first_key = max(case.requests[r][1] - case.window + 1, 0)
+        first_page = first_key // case.page_size
+        table[r, first_page : len(pages)] = pages[first_page:].int()
         for i, page in enumerate(pages.tolist()):
             used = min(case.page_size, n - i * case.page_size)
             rows = torch.randn(case.num_kv_heads, used, 2 * case.head_dim, generator=gen)
-            cache[page, :, :used] = rows.to(device=device, dtype=case.dtype)
+            begin = min(max(first_key - i * case.page_size, 0), used)
+            cache[page, :, begin:used] = rows[:, begin:].to(device=device, dtype=case.dtype)
     qsl = [0]
     for q_len, _ in case.requests:
         qsl.append(qsl[-1] + q_len)
@@ -112,14 +143,16 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     q[qsl[-1] :] = float("nan")
     qsl += [qsl[-1]] * case.pad_requests
     lens += [0] * case.pad_requests
-    return Batch(case, q, cache, table.to(device), qsl, lens)
+    features = make_features(case, device, gen)
+    return Batch(case, q, cache, table.to(device), qsl, lens, features)
 
 
 def make_attention(case: Case, device: str, **overrides) -> PagedAttention:
     """A ``PagedAttention`` with room to spare and NaN scratch."""
     reqs = len(case.requests) + case.pad_requests
     tokens = sum(q for q, _ in case.requests) + case.pad_tokens
-    kwargs = {"max_num_reqs": reqs + 2, "max_num_tokens": tokens + 7} | overrides
+    kwargs = {"max_num_reqs": reqs + 2, "max_num_tokens": tokens + 7, "window": case.window}
+    kwargs |= overrides
     attn = PagedAttention(
         case.num_q_heads, case.num_kv_heads, case.head_dim, page_size=case.page_size,
         dtype=case.dtype, device=device, decode_query_len=case.decode_query_len, **kwargs,
@@ -157,8 +190,9 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> N
     case = batch.case
     scale = case.head_dim**-0.5
     args = (batch.q, batch.k_cache, batch.v_cache, batch.qsl, batch.lens, batch.block_table, scale)
-    expected, expected_lse = paged_attention(*args, dtype=torch.float32)
-    same_dtype, _ = paged_attention(*args, dtype=case.dtype)
+    features = batch.features | {"window": case.window}
+    expected, expected_lse = paged_attention(*args, dtype=torch.float32, **features)
+    same_dtype, _ = paged_attention(*args, dtype=case.dtype, **features)
     eps = torch.finfo(case.dtype).eps
     roundings = 64 * math.log(2) if case.dtype == torch.float32 else 4
     for r, (begin, end) in enumerate(itertools.pairwise(batch.qsl)):
@@ -183,7 +217,7 @@ def run_and_check(case: Case, device: str, seed: int = 0, **overrides) -> None:
     attn = make_attention(case, device, **overrides)
     plan_batch(attn, batch)
     out = torch.full_like(batch.q, 7.0)
-    out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True)
+    out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **batch.features)
     check(batch, out, lse)
     assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
     assert not attn._arrivals.any(), "arrival counters must be zero between launches"

@@ -12,10 +12,17 @@ def paged_attention(
     block_table: torch.Tensor,
     scale: float,
     dtype: torch.dtype = torch.float32,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    alibi_sqrt: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal (bottom-right) attention in ``dtype``; returns ``(out, lse)`` in ``dtype``/fp32.
 
     ``q`` [tokens, Hq, D]; caches [pages, Hkv, page, D]; rows of no request come back as NaN.
+    Keys that no query of a request sees are not touched, nor are their block-table entries.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, group = k_cache.shape[2], num_q_heads // k_cache.shape[1]
@@ -25,16 +32,30 @@ def paged_attention(
         begin, end = query_start_loc[r], query_start_loc[r + 1]
         if begin == end:
             continue
-        pages = block_table[r, : -(-seq_len // page_size)].long()
-        # [pages, H, page, D] -> [H, keys, D]
-        k = k_cache[pages].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(dtype)
-        v = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(dtype)
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        s = (q[begin:end].transpose(0, 1).to(dtype) @ k.transpose(1, 2)).float() * scale
         pos = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
-        visible = torch.arange(seq_len, device=q.device)[None, :] <= pos[:, None]
+        first = 0 if window is None else max(int(pos[0]) - window + 1, 0)
+        n = torch.arange(first, max(seq_len, first), device=q.device)
+        pages, slots = block_table[r][n // page_size].long(), n % page_size
+        # [keys, H, D] -> [H, keys, D]
+        k, v = (
+            cache[pages, :, slots].transpose(0, 1).to(dtype).repeat_interleave(group, 0)
+            for cache in (k_cache, v_cache)
+        )
+        s = (q[begin:end].transpose(0, 1).to(dtype) @ k.transpose(1, 2)).float() * scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        distance = pos[:, None] - n[None, :]
+        if alibi_slopes is not None:
+            d = distance.clamp(min=0).float()
+            s = s - alibi_slopes.float()[:, None, None] * (d.sqrt() if alibi_sqrt else d)
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
         s = s.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            s = torch.cat([sinks.float()[:, None, None].expand(-1, len(pos), 1), s], -1)
         p = torch.softmax(s, -1).nan_to_num(0.0)  # rows without keys: 0, not NaN
+        p = p if sinks is None else p[..., 1:]
         out[begin:end] = (p.to(dtype) @ v).transpose(0, 1)
         lse[begin:end] = torch.logsumexp(s, -1).transpose(0, 1)
     return out, lse

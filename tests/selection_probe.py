@@ -5,6 +5,7 @@ with its compiled parts stubbed and says that it is an H100 (compute capability 
 ``capability``). What it answers is vLLM's own code.
 """
 
+import importlib.machinery
 import json
 import sys
 import types
@@ -14,6 +15,32 @@ from unittest.mock import patch
 import torch
 
 COMPILED = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch")
+FLASH_ATTN = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
+FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
+
+
+class Stub(types.ModuleType):
+    """A module that has whatever is imported from it; none of it is ever called."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def stub_peers():
+    """FLASH_ATTN with its version 3 only, as a Hopper build has it, and FLASHINFER."""
+    for name in (*FLASH_ATTN, *FLASHINFER):
+        sys.modules[name] = Stub(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    interface = sys.modules[FLASH_ATTN[1]]
+    interface.is_fa_version_supported = lambda version: version == 3
+    interface.fa_version_unsupported_reason = lambda version: "not built"
+    # They look at the platform when they are imported, and it was another one.
+    for name in ("fa_utils", "flash_attn", "flashinfer"):
+        sys.modules.pop(f"vllm.v1.attention.backends.{name}", None)
 
 
 def load_cuda_platform():
@@ -22,7 +49,7 @@ def load_cuda_platform():
         sys.modules.setdefault(name, types.ModuleType(name))
     # The worker's modules have to be imported before the platform is a CUDA one.
     import vllm.model_executor.layers.attention
-    import vllm.v1.worker.gpu.attn_utils  # noqa: F401
+    import vllm.v1.worker.gpu.attn_utils
     from vllm import platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.plugins import load_general_plugins
@@ -50,26 +77,40 @@ def load_cuda_platform():
 
     load_general_plugins()
     platforms._current_platform = FakeHopper()
+    stub_peers()
+    import vllm.utils.flashinfer
+
+    vllm.utils.flashinfer.current_platform = platforms._current_platform
     return FakeHopper
 
 
 def select(platform, case: dict) -> dict:
-    """Ask the platform for the backend of one layer."""
+    """Ask vLLM's selector for the backend of one layer."""
+    from vllm.utils import flashinfer
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from tilewise.integration.backend import TilewiseBackend
 
     case = dict(case)
-    backend = AttentionBackendEnum[case.pop("backend", "TILEWISE")]
+    backend = case.pop("backend", "TILEWISE")
+    backend = backend and AttentionBackendEnum[backend]
     platform.capability = tuple(case.pop("capability", (9, 0)))
+    xqa = case.pop("xqa", False)
     layer = {"head_size": 128, "dtype": "bfloat16", "kv_cache_dtype": "auto", "block_size": None}
     layer |= case
     layer["dtype"] = getattr(torch, layer["dtype"])
+    config = selector.AttentionSelectorConfig(**layer)
+    selector._cached_get_attn_backend.cache_clear()
+    flashinfer.supports_trtllm_attention.cache_clear()
     try:
-        return {
-            "path": platform.get_attn_backend_cls(
-                backend, AttentionSelectorConfig(**layer), num_heads=32
+        with patch.object(flashinfer, "has_nvidia_artifactory", lambda: xqa):
+            found = selector._cached_get_attn_backend(backend, config, num_heads=32)
+            reasons = TilewiseBackend.validate_configuration(
+                device_capability=platform.get_device_capability(), **config._asdict()
             )
-        }
+        path = ".".join(found.full_cls_name())
+        return {"path": path, "name": found.get_name(), "reasons": reasons}
     except ValueError as refusal:
         return {"refused": str(refusal)}
     finally:
@@ -106,8 +147,11 @@ def page_size(model: str, **user) -> dict:
 
 def main(model: str, cases_path: str, result_path: str) -> None:
     platform = load_cuda_platform()
+    from vllm.config import VllmConfig, set_current_vllm_config
+
     cases = json.loads(Path(cases_path).read_text())
-    result = {name: select(platform, case) for name, case in cases.items()}
+    with set_current_vllm_config(VllmConfig()):
+        result = {name: select(platform, case) for name, case in cases.items()}
     with patch.object(torch.accelerator, "device_count", lambda: 1):
         result["pages"] = page_size(model)
         result["pages_of_16_engine"] = page_size(model, block_size=16)

@@ -29,17 +29,19 @@ geometries = st.builds(
 )  # fmt: skip
 A100, L40 = policy.Device(80, 108, 163 * 1024), policy.Device(89, 128, 99 * 1024)
 devices = st.sampled_from([H200, policy.INTERPRETER, A100, L40])
+windows = st.one_of(st.just(0), st.integers(1, 300), st.sampled_from([1024, 4096, 2**30]))
 
 
 def lengths(batch):
     return [q for q, _ in batch], [q + c for q, c in batch]
 
 
-@given(requests, geometries, devices, st.integers(1, 16))
+@given(requests, geometries, devices, st.integers(1, 16), windows)
 @settings(max_examples=300, deadline=None)
-def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_query_len):
+def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_query_len, window):
     """Workers' stretches cover all units in order; tiles cover every prefill token."""
     config = policy.choose(geometry, device, decode_query_len)
+    config = dataclasses.replace(config, window=window)
     query_lens, seq_lens = lengths(batch)
     plan = policy.plan_batch(query_lens, seq_lens, config)
     tiles, active, total = plan.header
@@ -68,11 +70,11 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
     assert tiles == len(plan.tile_req) <= bound
 
 
-@given(requests, st.integers(1, 16))
+@given(requests, st.integers(1, 16), windows)
 @settings(max_examples=100, deadline=None)
-def test_splits_follow_lengths_and_sms(batch, decode_query_len):
+def test_splits_follow_lengths_and_sms(batch, decode_query_len, window):
     """No item is cut finer than its key tiles; splits of all items add up to the pieces."""
-    config = policy.choose(LLAMA, H200, decode_query_len)
+    config = dataclasses.replace(policy.choose(LLAMA, H200, decode_query_len), window=window)
     query_lens, seq_lens = lengths(batch)
     plan = policy.plan_batch(query_lens, seq_lens, config)
     pieces = 0
@@ -86,6 +88,19 @@ def test_splits_follow_lengths_and_sms(batch, decode_query_len):
         pieces += sum(splits)
     items = sum(policy.decode_items(q, config) for q in query_lens if 0 < q <= 16)
     assert pieces <= items + max(plan.header[1] - 1, 0)
+
+
+@given(st.integers(1, 16), st.integers(0, 20_000), windows.filter(bool))
+def test_units_of_a_window_cover_the_keys_that_are_seen(query_len, context, window):
+    """From the tile of the first query's first key to that of the last key, and no more."""
+    config = dataclasses.replace(policy.choose(LLAMA, H200), window=window)
+    seq_len = query_len + context
+    first_key = max(context - window + 1, 0)
+    block_n = config.decode.block_n
+    tiles = len({n // block_n for n in range(first_key, seq_len)})
+    units = policy.decode_units(query_len, seq_len, config)
+    assert units == policy.decode_items(query_len, config) * (tiles + config.item_overhead)
+    assert units <= policy.decode_units_bound(query_len, seq_len, config)
 
 
 def test_workers_follow_the_work():
@@ -137,7 +152,7 @@ def plan_on(device):
         attn = PagedAttention(
             g.num_q_heads, g.num_kv_heads, g.head_dim, page_size=g.page_size,
             dtype=torch.bfloat16, max_num_reqs=max_reqs, max_num_tokens=200_000, device=device,
-            config=config,
+            config=config, window=config.window or None,
         )  # fmt: skip
         for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_record):
             buffer.fill_(NOWHERE)
@@ -160,12 +175,26 @@ def plan_on(device):
     return run
 
 
-@given(batch=requests.filter(len), geometry=geometries, decode_query_len=st.sampled_from([1, 5]))
+@given(
+    batch=requests.filter(len),
+    geometry=geometries,
+    decode_query_len=st.sampled_from([1, 5]),
+    window=windows,
+)
 @settings(max_examples=40, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len):
+def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len, window):
     config = policy.choose(geometry, H200, decode_query_len)
+    config = dataclasses.replace(config, window=window)
     assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+
+
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_plan_kernel_equals_its_twin_at_every_left_edge(plan_on, window):
+    """Windows that start at each key of a tile."""
+    config = dataclasses.replace(policy.choose(LLAMA, H200), window=window)
+    batch = [(1 + i % 16, window + i) for i in range(130)]
+    assert plan_on(batch, config, 130) == policy.plan_batch(*lengths(batch), config)
 
 
 def test_plan_kernel_equals_its_twin_beyond_one_block_of_requests(plan_on):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 
-from tilewise import counters
+from tilewise import counters, exporter
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration.impl import TilewiseImpl
@@ -99,6 +100,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
             window=_group_window(kv_cache_spec, layer_names, vllm_config),
         )
+        counters.grow("workspace_bytes", self.attn.workspace_bytes)
+        # Here and not at registration: a forked worker inherits no threads.
+        parallel = vllm_config.parallel_config
+        engine = getattr(parallel, "data_parallel_rank", 0) or 0
+        exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
             "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, pages of %d "
             "tokens, %.1f MiB of workspace",
@@ -197,6 +203,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         self, batch: CommonAttentionMetadata, max_query_len: int, has_decode: bool
     ) -> TilewiseMetadata:
         """Run the plan kernel for ``batch`` and wrap its result."""
+        started = time.perf_counter()
         plan = self.attn.plan(
             batch.query_start_loc,
             batch.seq_lens,
@@ -205,7 +212,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_query_len=max_query_len,
             has_decode=has_decode,
         )
-        counters.add("steps", path=_path(plan))
+        path = _path(plan)
+        counters.add("steps", path=path)
+        counters.add("tokens", batch.num_actual_tokens, path=path)
+        counters.observe("build_seconds", time.perf_counter() - started)
         return TilewiseMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             num_reqs=batch.num_reqs,

@@ -64,7 +64,10 @@ def _remove(folder: str, owner: int) -> None:
 
 
 def start(labels: Mapping[str, str]) -> None:
-    """Export this process's counters from now on; once per process, whatever it is called.
+    """Export this process's counters from now on; once per process, however often it is called.
+
+    Without a folder and without native metrics (the plug-in was never registered) there is nobody
+    to export to, and nothing happens.
 
     Parameters
     ----------
@@ -72,7 +75,8 @@ def start(labels: Mapping[str, str]) -> None:
         ``engine`` and ``rank``, added to every sample.
     """
     pid = os.getpid()
-    if pid not in _exporters:
+    nowhere = not os.environ.get(NATIVE_VARIABLE) and not os.environ.get(FOLDER_VARIABLE)
+    if pid not in _exporters and not nowhere:
         _exporters[pid] = Exporter(dict(labels))
         _exporters[pid].start()
 
@@ -188,8 +192,8 @@ class NativeSink:
             else:
                 metric.inc(value - self._seen.get((name, labels), 0))
             self._seen[name, labels] = value
-        for name, value in observed:
-            self._metric(name).labels(**self._labels).observe(value)
+        for name, measured in observed:
+            self._metric(name).labels(**self._labels).observe(measured)
 
 
 class FolderCollector:

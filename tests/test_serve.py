@@ -19,6 +19,8 @@ import pytest
 from agreement import compare, greedy_reference
 from tiny_model import TinyLlama
 
+from tilewise import exporter
+
 pytestmark = pytest.mark.vllm
 
 START_TIMEOUT = 300
@@ -127,7 +129,7 @@ def served(model, tmp_path_factory) -> Served:
         chat = {**asked, "messages": [{"role": "user", "content": "hello"}]}
         chat_answer = json.loads(fetch(f"{url}/v1/chat/completions", chat))
         bench = run_bench(url, model, folder)
-        metrics = fetch(f"{url}/metrics")
+        metrics = settled_metrics(f"{url}/metrics")
         server.send_signal(signal.SIGTERM)
         exit_code = server.wait(timeout=60)
     finally:
@@ -137,9 +139,25 @@ def served(model, tmp_path_factory) -> Served:
     return Served(completions, chat_answer, bench, metrics, exit_code, log.read_text())
 
 
-def metric(text: str, name: str) -> float:
-    """Sum of one metric over its label sets."""
+def settled_metrics(url: str) -> str:
+    """``/metrics`` once ours, which workers write once a period, have stopped moving."""
+    deadline = time.monotonic() + 20 * exporter.PERIOD_SECONDS
+    last, since = "", time.monotonic()
+    while time.monotonic() < deadline:
+        text = fetch(url)
+        ours = "".join(line for line in text.splitlines() if line.startswith("tilewise_"))
+        if ours != last:
+            last, since = ours, time.monotonic()
+        elif time.monotonic() - since > 2 * exporter.PERIOD_SECONDS:
+            return text
+        time.sleep(0.1)
+    raise AssertionError(f"metrics of an idle server still move: {last}")
+
+
+def metric(text: str, name: str, label: str = "") -> float:
+    """Sum of one metric over its label sets, or over those that hold ``label``."""
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    lines = [line for line in lines if label in line]
     assert lines, f"no metric {name}"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -172,6 +190,25 @@ def test_metrics_are_up(served):
     assert metric(served.metrics, "vllm:prompt_tokens_total") >= sum(map(len, PROMPTS))
     # vLLM's bench sends one request more, to see that the server answers
     assert metric(served.metrics, "vllm:request_success_total") >= 3 + BENCH_PROMPTS
+
+
+def test_metrics_show_what_tilewise_ran(served):
+    """A worker's counters reach the API server's /metrics with no flag set."""
+    steps = metric(served.metrics, "tilewise_steps_total")
+    assert steps > 0
+    launches = {
+        kernel: metric(served.metrics, "tilewise_kernel_launches_total", f'kernel="{kernel}"')
+        for kernel in ("plan", "prefill", "decode", "cache_write")
+    }
+    assert launches["plan"] == steps
+    # Two layers; no graphs on the CPU, so every layer of every step is launched from Python.
+    assert launches["cache_write"] == 2 * steps
+    assert 0 < launches["prefill"] <= 2 * steps
+    assert 0 < launches["decode"] <= 2 * steps
+    assert metric(served.metrics, "tilewise_build_seconds_count") == steps
+    assert metric(served.metrics, "tilewise_workspace_bytes") > 0
+    tokens = metric(served.metrics, "tilewise_tokens_total")
+    assert tokens >= metric(served.metrics, "vllm:generation_tokens_total")
 
 
 def test_sigterm_ends_the_server_cleanly(served):

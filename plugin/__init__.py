@@ -14,7 +14,13 @@ if __name__ == "plugin":
         "this folder is the package tilewise; set PYTHONSAFEPATH=1 or leave the checkout"
     )
 
-from tilewise.errors import IncompatibleVllm, PlanMismatch, TilewiseError, UnsupportedConfig
+from tilewise.errors import (
+    IncompatibleVllm,
+    PlanMismatch,
+    TilewiseError,
+    UnsupportedConfig,
+    UnsupportedFeature,
+)
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention, Plan
@@ -28,6 +34,7 @@ __all__ = [
     "PlanMismatch",
     "TilewiseError",
     "UnsupportedConfig",
+    "UnsupportedFeature",
     "__version__",
     "register",
 ]

@@ -46,6 +46,8 @@ def serve_section(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         if row.get("error"):
+            what = row["error"].splitlines()[0]
+            lines.append(f"| {row['workload']} | {row['backend']} | void: {what} | - | - |")
             continue
         lines.append(
             f"| {row['workload']} | {row['backend']} | {row['request_throughput']:.2f} | "
@@ -74,12 +76,13 @@ def section(folder: Path) -> str:
             "Made by `tilewise bench publish`; do not edit.",
             "",
             f"**Kernels**, µs of one layer (median; bf16, peers at pages of 16, ours at 64). "
-            f"{describe(kernels['env'])} From {where}/kernels.json`.",
+            f"{describe(kernels['env'])} From {where}/kernels.json`; the versions are those of "
+            "the machine, not those that vLLM pins.",
             "",
             kernel_section(kernels),
             "",
             f"**`vllm bench serve`**, Llama 3.1 8B shape, one run each. {describe(serve['env'])} "
-            f"From {where}/serve.json`.",
+            f"From {where}/serve.json`. Command: `{serve['env']['command']}`.",
             "",
             serve_section(serve),
         ]

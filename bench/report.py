@@ -126,7 +126,7 @@ def schema_errors(result: Mapping[str, Any], fields: Sequence[str]) -> list[str]
 
 def _cell(row: Row, case: Case | None, base_us: float | None) -> str:
     if row.get("median_us") is None:
-        return "failed" if row.get("gate") == "failed" else "-"
+        return str(row["gate"]) if row.get("gate") in ("passed", "failed") else "-"
     compute = case is not None and case.kind != "decode"
     rate = f"{row['tflops']:.0f} TF" if compute else f"{row['tbps']:.2f} TB"
     ratio = f" {base_us / row['median_us']:.2f}x" if base_us else ""

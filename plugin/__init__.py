@@ -14,6 +14,7 @@ if __name__ == "plugin":
         "this folder is the package tilewise; set PYTHONSAFEPATH=1 or leave the checkout"
     )
 
+from tilewise import counters
 from tilewise.errors import (
     IncompatibleVllm,
     PlanMismatch,
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedConfig",
     "UnsupportedFeature",
     "__version__",
+    "counters",
     "register",
 ]
 

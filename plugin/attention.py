@@ -103,6 +103,8 @@ class PagedAttention:
             if value < 1:
                 raise UnsupportedConfig(f"{name}={value}; accepted: 1 or more")
         self.device = _with_index(torch.device(device))
+        if self.device.type == "cpu":
+            _prepare_interpreter()
         geometry = policy.Geometry(num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize)
         if config is None:
             config = policy.choose(geometry, describe_device(self.device), decode_query_len)
@@ -510,7 +512,24 @@ def describe_device(device: torch.device) -> policy.Device:
     )
 
 
+def _prepare_interpreter() -> None:
+    """See that kernels can run on CPU tensors, and compute bfloat16 there as a GPU does."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from tilewise.kernels import interpreter, plan
+
+    if not isinstance(plan._plan_kernel, InterpretedFunction):
+        raise UnsupportedConfig(
+            "device='cpu' needs TRITON_INTERPRET=1 in the environment before Triton is imported"
+        )
+    interpreter.install()
+
+
 def _with_index(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedConfig(f"device={device}; accepted: cuda, or cpu in the interpreter")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedConfig(f"device={device}, but torch sees no CUDA device")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

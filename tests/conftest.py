@@ -32,10 +32,10 @@ if not HAS_GPU:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-if INTERPRETED and importlib.util.find_spec("tilewise_cpu_platform") is not None:
-    from tilewise_cpu_platform import interpreter_fix
+if INTERPRETED:
+    from tilewise.kernels import interpreter
 
-    interpreter_fix.install()
+    interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

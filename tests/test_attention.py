@@ -1,5 +1,9 @@
 """The plan/run interface refuses what it cannot compute, and says what it accepts."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import Case, check, make_attention, make_batch, plan_batch
@@ -201,3 +205,33 @@ def test_one_token_requests_of_a_long_context_model_are_planned(device):
     table = torch.zeros((1, 16384), **ints).expand(1024, 16384)
     attn.plan(qsl, lens, table, num_tokens=1024, max_query_len=1)
     assert attn._header[2].item() == 1024 * 8 * (8 + attn.config.item_overhead)
+
+
+CPU_PROGRAM = """
+import torch
+from tilewise import PagedAttention
+attn = PagedAttention(4, 2, 64, page_size=64, dtype=torch.bfloat16, max_num_reqs=1,
+                      max_num_tokens=32, device="cpu")
+ints = {"dtype": torch.int32}
+q = torch.ones(20, 4, 64, dtype=torch.bfloat16)
+cache = torch.full((1, 2, 64, 128), 3.0, dtype=torch.bfloat16)
+attn.plan(torch.tensor([0, 20], **ints), torch.tensor([20], **ints), torch.zeros((1, 1), **ints),
+          num_tokens=20, max_query_len=20)
+print(attn.run(q, cache).float().unique().tolist())
+"""
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_the_cpu_computes_bfloat16_right_or_says_what_is_missing(interpreted):
+    """A plain program, without what the test suite sets up for itself."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpreted:
+        env["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", CPU_PROGRAM], env=env, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    if interpreted:
+        assert done.stdout.strip() == "[3.0]", done.stderr
+    else:
+        assert "needs TRITON_INTERPRET=1" in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -491,3 +492,17 @@ def test_publishing_replaces_only_what_stands_between_the_markers(tmp_path):
     readme.write_text("no markers")
     with pytest.raises(ValueError, match="once each"):
         publish.main(options)
+
+
+def test_smoke_needs_no_gpu_and_checks_results():
+    """The command itself, in a plain environment: it turns the interpreter on by itself."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tilewise.cli", "bench", "kernels", "--smoke"]
+    done = subprocess.run(
+        [*command, "--cases", "dec_b8_4k"], env=env, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "dec_b8_4k" in line and "]" not in line)
+    if not torch.cuda.is_available():
+        assert row.split() == ["dec_b8_4k", "passed", "passed"]

@@ -1,4 +1,4 @@
-"""bfloat16 in Triton's interpreter, corrected by the CPU test platform, against torch."""
+"""bfloat16 in Triton's interpreter, corrected by us, against torch."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-interpreter_fix = pytest.importorskip("tilewise_cpu_platform.interpreter_fix")
+from tilewise.kernels import interpreter as interpreter_fix
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="about the interpreter: needs TRITON_INTERPRET=1"

@@ -5,7 +5,7 @@ of its CPU build. This package supplies both, for tests:
 
 * ``platform``: a CPU platform that lets ``TILEWISE`` and ``CUSTOM`` be selected,
 * ``op_shims``: the few C++ operators the engine calls, written with torch,
-* ``interpreter_fix``: corrects bfloat16 arithmetic in Triton's interpreter.
+* ``tilewise.kernels.interpreter`` is installed here: it corrects bfloat16 arithmetic.
 
 Environment
 -----------
@@ -38,9 +38,9 @@ def platform() -> str | None:
 def prepare_process() -> None:
     """Entry point ``vllm.general_plugins``: runs in the API server, engine core and workers."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tilewise_cpu_platform import interpreter_fix
+        from tilewise.kernels import interpreter
 
-        interpreter_fix.install()
+        interpreter.install()
     if is_enabled():
         from tilewise_cpu_platform import op_shims
 

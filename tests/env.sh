@@ -110,7 +110,7 @@ setup() {
     case $kind in
         cpu) install_vllm_for_cpu ;;
         gpu) pip "vllm==$vllm" "${tools[@]}" ;;
-        layered) layer_on "$python" && pip "${tools[@]}" ;;
+        layered) layer_on "$python"; pip "${tools[@]}" ;;
     esac
     say "Triton $old_triton beside it, for the compile tests"
     pip --no-deps --upgrade --target "$venv/triton36" "triton==$old_triton"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise import counters, policy
+from tilewise.device import describe, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits, tma_strides
@@ -102,12 +103,10 @@ class PagedAttention:
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_tokens", max_num_tokens)):
             if value < 1:
                 raise UnsupportedConfig(f"{name}={value}; accepted: 1 or more")
-        self.device = _with_index(torch.device(device))
-        if self.device.type == "cpu":
-            _prepare_interpreter()
+        self.device = resolve(device)
         geometry = policy.Geometry(num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize)
         if config is None:
-            config = policy.choose(geometry, describe_device(self.device), decode_query_len)
+            config = policy.choose(geometry, describe(self.device), decode_query_len)
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:
@@ -498,41 +497,6 @@ class PagedAttention:
             raise PlanMismatch(
                 f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
             )
-
-
-def describe_device(device: torch.device) -> policy.Device:
-    """Read what the policy needs off a device; the CPU stands for Triton's interpreter."""
-    if device.type == "cpu":
-        return policy.INTERPRETER
-    props = torch.cuda.get_device_properties(device)
-    return policy.Device(
-        arch=props.major * 10 + props.minor,
-        num_sms=props.multi_processor_count,
-        shared_memory=props.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-    )
-
-
-def _prepare_interpreter() -> None:
-    """See that kernels can run on CPU tensors, and compute bfloat16 there as a GPU does."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from tilewise.kernels import interpreter, plan
-
-    if not isinstance(plan._plan_kernel, InterpretedFunction):
-        raise UnsupportedConfig(
-            "device='cpu' needs TRITON_INTERPRET=1 in the environment before Triton is imported"
-        )
-    interpreter.install()
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedConfig(f"device={device}; accepted: cuda, or cpu in the interpreter")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedConfig(f"device={device}, but torch sees no CUDA device")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -19,6 +19,7 @@ _BENCHES = {
     "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
 }
+_DOCTOR = ("tilewise.integration.doctor", "say what would run here, and what is wrong")
 _EXTRA = "pip install 'tilewise[bench]'"
 
 
@@ -27,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilewise", description=about)
     parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("doctor", help=_DOCTOR[1], add_help=False)
     bench = commands.add_parser("bench", help=f"benchmarks (needs {_EXTRA})")
     suites = bench.add_subparsers(dest="suite", required=True, metavar="SUITE")
     for name, (_, text) in _BENCHES.items():
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: the subcommand's own, or 2 if it could not be started.
     """
     args, rest = _parser().parse_known_args(argv)
+    if args.command == "doctor":
+        return int(importlib.import_module(_DOCTOR[0]).main(rest))
     module_name = _BENCHES[args.suite][0]
     try:
         module = importlib.import_module(module_name)

@@ -38,12 +38,15 @@ class Settings:
     metrics_dir : str
         Folder through which workers hand their counters to ``/metrics``; ``auto``: the first
         process makes a temporary one.
+    self_check : bool
+        Compare the kernels with a plain computation when a server has allocated its KV cache.
     """
 
     any_vllm: bool = False
     cpu_platform: bool = False
     fallback: str = "auto"
     metrics_dir: str = "auto"
+    self_check: bool = True
 
 
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
@@ -72,6 +75,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "cpu_platform": _parse_switch,
     "metrics_dir": _parse_folder,
     "fallback": _parse_fallback,
+    "self_check": _parse_switch,
 }
 
 
@@ -93,9 +97,9 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
     UnsupportedConfig
         If a value cannot be read; names the variable, the value and what is accepted.
     """
-    known = {PREFIX + field.name.upper(): field.name for field in fields(Settings)}
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in known and name not in _warned:
+    known = _known()
+    for name in _unknown(environ):
+        if name not in _warned:
             _warned.add(name)
             logger.warning("%s", _unknown_text(name, sorted(known)))
     values = {
@@ -104,6 +108,37 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
         if environ.get(name)
     }
     return Settings(**values)
+
+
+def defaults() -> dict[str, str]:
+    """Return every variable with its default, as one would write it."""
+    written = {True: "1", False: "0"}
+    return {
+        name: written.get(value, value)
+        for name, field in _known().items()
+        for value in [getattr(Settings(), field)]
+    }
+
+
+def problems(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what is wrong with each variable of ours that is wrong, by name."""
+    found = {name: _unknown_text(name, sorted(_known())) for name in _unknown(environ)}
+    for name, field in _known().items():
+        if environ.get(name):
+            try:
+                _PARSERS[field](name, environ[name])
+            except UnsupportedConfig as error:
+                found[name] = str(error)
+    return found
+
+
+def _known() -> dict[str, str]:
+    """Field of ``Settings`` by the name of its variable."""
+    return {PREFIX + field.name.upper(): field.name for field in fields(Settings)}
+
+
+def _unknown(environ: Mapping[str, str]) -> list[str]:
+    return sorted(n for n in environ if n.startswith(PREFIX) and n not in _known())
 
 
 def _unknown_text(name: str, known: list[str]) -> str:

@@ -1,0 +1,155 @@
+"""The command ``tilewise doctor``: what would run here, and what is wrong.
+
+It changes nothing and starts no engine. ``docs/doctor.md`` describes the output of ``--json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilewise import policy, settings
+from tilewise.arch import ACCEPTED, ARCHITECTURES, parse_arch
+from tilewise.errors import UnsupportedConfig
+from tilewise.integration import doctor_checks as checks
+from tilewise.integration import doctor_report
+from tilewise.integration.doctor_model import (
+    ModelReport,
+    Server,
+    examine,
+    load_config,
+    model_problems,
+)
+from tilewise.model_config import Options
+
+SCHEMA = 1
+# Tiles are shown for this one where there is neither a GPU nor --arch.
+DEFAULT_ARCH = 90
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the command says."""
+
+    problems: tuple[checks.Problem, ...]
+    versions: dict[str, str | None]
+    gpus: tuple[checks.Gpu, ...]
+    registration: checks.Registration
+    settings: tuple[checks.Setting, ...]
+    model: ModelReport | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing fatal was found."""
+        return all(problem.severity != "fatal" for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as ``--json`` prints it."""
+        return {"schema": SCHEMA, "ok": self.ok, **asdict(self)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise doctor",
+        description="Say what tilewise would do here: versions, GPU, registration in vLLM, "
+        "settings, and for a model who computes each of its layers.",
+        epilog="exit status: 0 nothing fatal, 1 something fatal, 2 wrong usage",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a model's folder, its config.json, or its name on the Hugging Face hub",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor.md)")
+    parser.add_argument(
+        "--arch", metavar="sm_NN", help=f"choose tiles for this GPU instead: {ACCEPTED}"
+    )
+    served = parser.add_argument_group("options of `vllm serve` that change the answer")
+    served.add_argument("--dtype", default="auto", help="the model's dtype (auto)")
+    served.add_argument("--kv-cache-dtype", default="auto", help="the KV cache's dtype (auto)")
+    served.add_argument("--block-size", type=_count, help="tokens of a page")
+    served.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1, help="ranks (1)")
+    served.add_argument("--max-num-seqs", type=_count, default=1024, help="requests (1024)")
+    served.add_argument(
+        "--max-num-batched-tokens", type=_count, default=8192, help="tokens of a step (8192)"
+    )
+    served.add_argument(
+        "--num-speculative-tokens", type=int, default=0, help="draft tokens of a request (0)"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a whole number from 1")
+    return int(text)
+
+
+def _device(arch: str | None, gpus: tuple[checks.Gpu, ...]) -> policy.Device:
+    """The GPU that tiles are chosen for."""
+    if arch is not None:
+        return parse_arch(arch)
+    if gpus and gpus[0].capability >= (8, 0):
+        first = gpus[0]
+        major, minor = first.capability
+        return policy.Device(major * 10 + minor, first.sms, first.shared_memory)
+    return ARCHITECTURES[DEFAULT_ARCH]
+
+
+def diagnose(args: argparse.Namespace) -> Report:
+    """Collect the report for a parsed command line.
+
+    Raises
+    ------
+    UnsupportedConfig
+        If the model or the architecture that was named cannot be read.
+    """
+    gpus = checks.gpus()
+    device = _device(args.arch, gpus)
+    found = checks.settings_found()
+    registered = checks.registration()
+    problems = [*checks.gpu_problems(gpus), *checks.setting_problems(found)]
+    unreadable = {setting.problem for setting in found if setting.problem}
+    if registered.why_not is not None and registered.why_not not in unreadable:
+        problems.append(checks.Problem("fatal", "registration", registered.why_not))
+    model = None
+    if args.model is not None:
+        capability = gpus[0].capability if gpus and args.arch is None else divmod(device.arch, 10)
+        options = Options(
+            args.dtype, args.kv_cache_dtype, args.block_size, args.tensor_parallel_size, capability
+        )
+        server = Server(args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens)
+        model = examine(load_config(args.model), options, server, device, args.model)
+        problems += model_problems(model, _fallback(found))
+    return Report(tuple(problems), checks.versions(), gpus, registered, found, model)
+
+
+def _fallback(found: tuple[checks.Setting, ...]) -> str:
+    """What ``TILEWISE_FALLBACK`` asks for; the default where it cannot be read."""
+    name = settings.PREFIX + "FALLBACK"
+    unreadable = any(setting.name == name and setting.problem for setting in found)
+    value = os.environ.get(name, "")
+    return settings.load_settings({} if unreadable else {name: value}).fallback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 1 when something is fatal, or 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    try:
+        report = diagnose(args)
+    except UnsupportedConfig as error:
+        print(f"tilewise doctor: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        doctor_report.show(report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""The report of ``tilewise doctor`` for people: tables of rich where it is installed, else text."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tilewise.integration.doctor_model import OURS, LayerKind, ModelReport, ranges
+
+if TYPE_CHECKING:
+    from tilewise.integration.doctor import Report
+
+# A title, the column heads (none for pairs of name and value) and the rows.
+Section = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+
+
+def sections(report: Report) -> Iterator[Section]:
+    """Yield the parts of the report, in the order in which they are shown."""
+    names = {"cuda_driver": "CUDA driver", "vllm": "vLLM", "torch": "PyTorch", "python": "Python"}
+    rows: list[tuple[str, ...]] = [
+        (names.get(key, key), value or "not there") for key, value in report.versions.items()
+    ]
+    yield "Versions", (), rows
+    yield "GPU", (), list(_gpu_rows(report)) or [("none", "torch sees no CUDA device")]
+    registered = report.registration
+    state = ", ".join(registered.names) if registered.names else f"no: {registered.why_not}"
+    yield "Registered in vLLM", (), [("names" if registered.names else "", state)]
+    rows = [(s.name, _setting(s.value, s.default), s.problem or "") for s in report.settings]
+    yield "Settings", (), rows
+    if report.model is not None:
+        yield from _model_sections(report.model)
+
+
+def _gpu_rows(report: Report) -> Iterator[tuple[str, ...]]:
+    for gpu in report.gpus:
+        capability = ".".join(map(str, gpu.capability))
+        yield (
+            gpu.name,
+            f"compute capability {capability}, {gpu.sms} SMs, {gpu.shared_memory // 1024} KiB "
+            f"of shared memory a program, {gpu.memory / 2**30:.0f} GiB",
+        )
+
+
+def _setting(value: str | None, default: str | None) -> str:
+    if value:
+        return value
+    return f"{default} (default)"
+
+
+def _model_sections(model: ModelReport) -> Iterator[Section]:
+    rows: list[tuple[str, ...]] = [
+        ("type", model.model_type or "not said"),
+        ("dtype", f"{model.dtype}, KV cache {model.kv_cache_dtype}"),
+        ("pages", f"{model.page_size} tokens"),
+        ("ranks", str(model.tensor_parallel_size)),
+        ("CUDA graphs", f"{model.cuda_graphs}: {model.cuda_graphs_why}"),
+    ]
+    if model.other_layers:
+        rows.append(("other layers", f"{model.other_layers} without attention"))
+    yield f"Model {model.source}", (), rows
+    head: tuple[str, ...] = ("layers", "heads", "size", "features", "computed by", "why")
+    yield "Layers", head, [_layer_row(kind) for kind in model.kinds]
+    ours = [kind for kind in model.kinds if kind.prefill is not None]
+    if ours:
+        head = ("layers", "kernel", "rows x keys", "warps", "stages", "copy engine", "workspace")
+        yield f"Tiles on {model.arch}", head, [row for kind in ours for row in _tile_rows(kind)]
+
+
+def _layer_row(kind: LayerKind) -> tuple[str, ...]:
+    if kind.backend is None:
+        who = "nobody"
+    elif kind.backend == OURS:
+        who = "tilewise"
+    else:
+        who = "the first that fits of " + ", ".join(kind.candidates)
+        who = kind.backend if len(kind.candidates) == 1 else who
+    return (
+        ranges(kind.layers), f"{kind.num_q_heads}/{kind.num_kv_heads}", str(kind.head_size),
+        "; ".join(kind.features) or "-", who, "; ".join(r.text for r in kind.reasons) or "-",
+    )  # fmt: skip
+
+
+def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
+    for name in ("prefill", "decode"):
+        tiles: Any = getattr(kind, name)
+        extra = f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB" if name == "prefill" else ""
+        yield (
+            ranges(kind.layers) if name == "prefill" else "", name,
+            f"{tiles['block_m']} x {tiles['block_n']}", str(tiles["num_warps"]),
+            f"{tiles['num_stages']}/{tiles['tail_stages']}",
+            "yes" if tiles["use_tma"] else "no", extra,
+        )  # fmt: skip
+
+
+def show(report: Report) -> None:
+    """Print the report."""
+    try:
+        console = importlib.import_module("rich.console").Console(soft_wrap=False)
+    except ImportError:
+        console = None
+    for title, head, rows in sections(report):
+        if console is None or not head:
+            _print_plain(title, head, rows)
+        else:
+            _print_rich(console, title, head, rows)
+    for problem in report.problems:
+        print(f"\n{problem.severity.upper()} ({problem.about}): {problem.text}")
+    print("\nNothing fatal." if report.ok else "\nThis will not work.")
+
+
+def _print_plain(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    print(f"\n{title}" if title != "Versions" else title)
+    table = ([head] if head else []) + rows
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(("  " + "  ".join(cells)).rstrip())
+
+
+def _print_rich(
+    console: Any, title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]
+) -> None:
+    tables: Any = importlib.import_module("rich.table")
+    boxes: Any = importlib.import_module("rich.box")
+    print(f"\n{title}")
+    sys.stdout.flush()
+    table = tables.Table(*head, box=boxes.SIMPLE_HEAD)
+    for row in rows:
+        # Names of features hold brackets, which rich would take for its markup.
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    console.print(table)

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from tilewise import counters, exporter
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
+from tilewise.integration import start_up
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
@@ -79,7 +80,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             self.num_draft_tokens = speculative.num_speculative_tokens or 0
         self.decode_query_len = 1 + self.num_draft_tokens
         self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config)
-        self._warm = False
+        # Whether `start_up` has launched every kernel; a vLLM that binds caches in another way
+        # leaves that to the first batch.
+        self.is_warm = False
 
         num_q_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
         if num_q_heads is None:
@@ -100,6 +103,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
             window=_group_window(kv_cache_spec, layer_names, vllm_config),
         )
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        start_up.watch(self, layers)
         counters.grow("workspace_bytes", self.attn.workspace_bytes)
         # Here and not at registration: a forked worker inherits no threads.
         parallel = vllm_config.parallel_config
@@ -154,10 +159,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         max_query_len = max(batch.max_query_len, self.decode_query_len)
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             return self._plan(batch, max(max_query_len, batch.num_actual_tokens), True)
-        if not self._warm and batch.num_actual_tokens > DECODE_MAX_QUERY_LEN:
+        if not self.is_warm and batch.num_actual_tokens > DECODE_MAX_QUERY_LEN:
             # The runner warms up with short prompts: launching every kernel there compiles them
             # before the first long prompt is served.
-            self._warm = True
+            self.is_warm = True
             return self._plan(batch, max(max_query_len, DECODE_MAX_QUERY_LEN + 1), True)
         return self._plan(batch, max_query_len, self._has_decode(batch, max_query_len))
 

@@ -18,6 +18,7 @@ from tilewise import counters
 from tilewise.errors import (
     IncompatibleVllm,
     PlanMismatch,
+    SelfCheckFailed,
     TilewiseError,
     UnsupportedConfig,
     UnsupportedFeature,
@@ -33,6 +34,7 @@ __all__ = [
     "PagedAttention",
     "Plan",
     "PlanMismatch",
+    "SelfCheckFailed",
     "TilewiseError",
     "UnsupportedConfig",
     "UnsupportedFeature",

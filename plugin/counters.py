@@ -5,6 +5,8 @@ from a thread and brings them to ``/metrics``.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 Labels = tuple[tuple[str, str], ...]
@@ -45,17 +47,35 @@ METRICS = {
     "workspace_bytes": Metric(
         "gauge", "tilewise_workspace_bytes", "Device memory of the plan and split-KV buffers."
     ),
+    "self_checks": Metric(
+        "counter", "tilewise_self_checks",
+        "Comparisons of the kernels with plain PyTorch at start-up, one a layer geometry.",
+        ("result",),
+    ),
 }  # fmt: skip
 
 _counts: Counter[tuple[str, Labels]] = Counter()
 _gauges: Counter[tuple[str, Labels]] = Counter()
 # Bounded, so that a process whose exporter never starts does not grow.
 _observed: deque[tuple[str, float]] = deque(maxlen=10_000)
+_paused = False
 
 
-def add(name: str, n: int = 1, **labels: str) -> None:
-    """Count ``n`` events of ``name`` with these labels."""
-    _counts[name, tuple(labels.items())] += n
+def add(name: str, n: int = 1, *, always: bool = False, **labels: str) -> None:
+    """Count ``n`` events of ``name`` with these labels, unless paused and not ``always``."""
+    if always or not _paused:
+        _counts[name, tuple(labels.items())] += n
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Count nothing meanwhile: launches of a warm-up serve nobody."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def grow(name: str, n: int, **labels: str) -> None:

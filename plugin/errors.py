@@ -6,7 +6,8 @@
     ├── UnsupportedConfig  (ValueError)    heads, sizes, dtypes or settings outside what we compute
     ├── PlanMismatch       (ValueError)    run() was given tensors or a plan that do not fit
     ├── UnsupportedFeature (NotImplementedError)  a feature of a model that we do not compute
-    └── IncompatibleVllm   (RuntimeError)  the installed vLLM lacks an interface we build on
+    ├── IncompatibleVllm   (RuntimeError)  the installed vLLM lacks an interface we build on
+    └── SelfCheckFailed    (RuntimeError)  a kernel computes something else than plain PyTorch here
 """
 
 
@@ -28,3 +29,7 @@ class UnsupportedFeature(TilewiseError, NotImplementedError):
 
 class IncompatibleVllm(TilewiseError, RuntimeError):
     """The installed vLLM is outside the supported range; names what was found and the range."""
+
+
+class SelfCheckFailed(TilewiseError, RuntimeError):
+    """A kernel gave wrong results when a server started; names kernel, layer, error and way out."""

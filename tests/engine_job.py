@@ -5,13 +5,16 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 
 ``model``, ``engine``
     Folder of the checkpoint; keyword arguments of ``vllm.LLM``.
+``broken``
+    ``prefill`` or ``decode``: that kernel computes nothing from the start.
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
     attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first.
 
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added) and
-``seconds``; and for the engine ``block_size``, ``backend``, ``runner`` and ``preemptions``.
+``seconds``; and for the engine ``start_counters``, ``block_size``, ``backend``, ``runner`` and
+``preemptions``.
 """
 
 from __future__ import annotations
@@ -79,6 +82,18 @@ def sabotaged(kind: str | None):
         TilewiseImpl.forward = forward
 
 
+def break_kernel(name: str | None) -> None:
+    """Replace a kernel by one that computes nothing, before anything is started."""
+    if name is None:
+        return
+    from tilewise import attention
+
+    attribute = f"{name}_attention"
+    if not hasattr(attention, attribute):
+        raise ValueError(f"broken={name!r}; accepted: prefill, decode")
+    setattr(attention, attribute, lambda *_, **__: None)
+
+
 def run_round(llm, spec: dict) -> dict:
     """Generate greedily for one round's prompts."""
     from vllm import SamplingParams
@@ -141,10 +156,14 @@ def _metric(llm, name: str) -> int:
 def main(job_path: str, result_path: str) -> None:
     from vllm import LLM
 
+    from tilewise import counters
+
     job = json.loads(Path(job_path).read_text())
+    break_kernel(job.get("broken"))
     started = time.monotonic()
     llm = LLM(model=job["model"], seed=0, disable_log_stats=False, **job["engine"])
     result = {"start_seconds": round(time.monotonic() - started, 2)}
+    result["start_counters"] = counters.snapshot()
     result["rounds"] = [run_round(llm, spec) for spec in job["rounds"]]
     result |= describe_engine(llm)
     Path(result_path).write_text(json.dumps(result))

@@ -124,6 +124,12 @@ def test_default_runner_is_v2(main_job):
     assert main_job["runner"] == "v2"
 
 
+def test_the_kernels_were_checked_once_for_layers_alike(main_job):
+    counts = main_job["start_counters"]
+    assert counts["self_checks{result=passed}"] == 1
+    assert "self_checks{result=failed}" not in counts
+
+
 def test_tokens_equal_hugging_face(main_job, main_reference):
     agreement = compare(main_reference, main_job["rounds"][0]["tokens"])
     assert agreement.agrees, str(agreement)
@@ -215,6 +221,7 @@ def test_v1_runner_serves_the_same_tokens(ratio3_model, tmp_path):
     }
     result = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER="0")
     assert result["runner"] == "v1"
+    assert result["start_counters"]["self_checks{result=passed}"] == 1
     assert result["backends"] == ["TilewiseBackend"]
     reference = greedy_reference(ratio3_model, prompts, 6)
     for done in result["rounds"]:

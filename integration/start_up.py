@@ -1,0 +1,155 @@
+"""When vLLM hands a layer its KV cache: every kernel it needs is compiled, and checked once.
+
+That moment comes after weights and metadata builders exist, before anything is served, and never
+within the capture of a CUDA graph. What depends on a layer's geometry only is done for one layer of
+each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise import counters
+from tilewise.errors import SelfCheckFailed
+from tilewise.integration import self_check
+from tilewise.integration.impl import TilewiseImpl
+from tilewise.settings import load_settings
+
+if TYPE_CHECKING:
+    from tilewise.integration.builder import TilewiseMetadataBuilder
+
+# Below the logger that vLLM configures, so that our lines look like its own.
+logger = logging.getLogger("vllm.tilewise")
+
+_compiled: set[tuple[Any, ...]] = set()
+_checked: set[tuple[Any, ...]] = set()
+
+# Triton compiles a kernel apart for strides that are multiples of this.
+_DIVISOR = 16
+
+
+def watch(builder: TilewiseMetadataBuilder, layers: Mapping[str, Any]) -> None:
+    """Prepare each of these layers when its cache is bound.
+
+    Parameters
+    ----------
+    builder : TilewiseMetadataBuilder
+        Theirs.
+    layers : Mapping[str, AttentionLayerBase]
+        Layers by name; those of other implementations are left alone.
+    """
+    for layer in layers.values():
+        if isinstance(getattr(layer, "impl", None), TilewiseImpl):
+            layer.bind_kv_cache = _Binding(builder, layer)
+
+
+class _Binding:
+    """A layer's ``bind_kv_cache``, once: as the layer's class has it, then ``prepare``."""
+
+    def __init__(self, builder: TilewiseMetadataBuilder, layer: Any) -> None:
+        original = layer.bind_kv_cache
+        # A builder made for an estimate of memory was here before, and is not used again.
+        self.original = original.original if isinstance(original, _Binding) else original
+        self.builder, self.layer = builder, layer
+
+    def __call__(self, kv_cache: torch.Tensor) -> None:
+        del self.layer.bind_kv_cache
+        self.original(kv_cache)
+        prepare(self.builder, self.layer, kv_cache)
+
+
+def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) -> None:
+    """Compile the kernels of a layer and check them, unless that was done for one like it.
+
+    Parameters
+    ----------
+    builder : TilewiseMetadataBuilder
+        The layer's.
+    layer : torch.nn.Module
+        The layer.
+    kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
+        Its cache.
+
+    Raises
+    ------
+    SelfCheckFailed
+        If a kernel computes something else than plain PyTorch.
+    """
+    attn, impl = builder.attn, layer.impl
+    cuda = attn.device.type == "cuda"
+    if kv_cache.shape[0] == 0 or (cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    kind = _kind(builder, impl, kv_cache)
+    builder.is_warm = True
+    with torch.inference_mode(), counters.paused():
+        if cuda and kind not in _compiled:
+            warm_up(builder, layer, kv_cache)
+            _compiled.add(kind)
+        # The real cache has more pages than one made for an estimate of memory.
+        geometry = (*kind, kv_cache.shape[0])
+        if geometry in _checked or not load_settings(os.environ).self_check:
+            return
+        _checked.add(geometry)
+        started = time.perf_counter()
+        try:
+            self_check.check(impl, layer, attn, kv_cache)
+        except SelfCheckFailed:
+            counters.add("self_checks", always=True, result="failed")
+            raise
+    counters.add("self_checks", result="passed")
+    logger.info(
+        "tilewise's prefill, decode and cache write agree with PyTorch on the KV cache (%.2f s)",
+        time.perf_counter() - started,
+    )
+
+
+def _kind(
+    builder: TilewiseMetadataBuilder, impl: TilewiseImpl, kv_cache: torch.Tensor
+) -> tuple[Any, ...]:
+    """Whatever of a layer its kernels or their launches depend on."""
+    attn = builder.attn
+    return (
+        attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype,
+        tuple(kv_cache.shape[1:]), kv_cache.stride(), kv_cache.data_ptr() % _DIVISOR,
+        bool(impl.soft_cap), impl.sinks is None or impl.sinks.dtype,
+        impl.alibi_slopes is None, impl.alibi_sqrt,
+    )  # fmt: skip
+
+
+def row_pads(head_size: int) -> tuple[int, ...]:
+    """Paddings that give rows of queries, keys and values every divisibility they can have.
+
+    Rows are whole heads, of one tensor or of a wider one that holds queries, keys and values. Where
+    a head is a multiple of 16 elements, so is every row; else the number of heads decides, and
+    PyTorch's idea of the stride of a single row.
+    """
+    return (0,) if head_size % _DIVISOR == 0 else (0, _DIVISOR // 2)
+
+
+def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) -> None:
+    """Launch every kernel of a layer in every specialisation that a server can meet.
+
+    Launching, rather than compiling alone, also loads them and fills what remembers launches.
+    """
+    attn, impl = builder.attn, layer.impl
+    started = time.perf_counter()
+    pads = row_pads(impl.head_size)
+    by_pad = {pad: self_check.make_sequence(attn, kv_cache, pad) for pad in pads}
+    first = by_pad[0]
+    with self_check.Borrowed(kv_cache, first.pages):
+        for key_pad in pads:
+            for value_pad in pads:
+                first.key, first.value = by_pad[key_pad].key, by_pad[value_pad].value
+                self_check.write(impl, layer, kv_cache, first)
+        for pad in pads:
+            for batch in first.batches:
+                self_check.attend(impl, layer, attn, kv_cache, first, batch, pad)
+    if attn.device.type == "cuda":
+        torch.cuda.synchronize(attn.device)
+    logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

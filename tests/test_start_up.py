@@ -1,0 +1,355 @@
+"""When a layer gets its KV cache: the self-check runs once a geometry and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tilewise import counters, support
+from tilewise.errors import SelfCheckFailed, UnsupportedConfig
+from tilewise.integration import impl as impl_module
+from tilewise.integration import self_check, start_up
+from tilewise.integration.builder import TilewiseMetadataBuilder
+from tilewise.integration.impl import TilewiseImpl
+
+pytestmark = [
+    pytest.mark.vllm,
+    # numpy, in the interpreter: what keys after the query give before they are masked.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 32, 16, 7
+
+
+class Layer(AttentionLayerBase):
+    """An attention layer as a builder and a cache see it."""
+
+    def __init__(self, impl):
+        self.impl = impl
+        self.kv_cache = None
+
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, device):
+    """Nothing checked yet; every feature ours."""
+    monkeypatch.setattr(start_up, "_checked", set())
+    monkeypatch.setattr(start_up, "_compiled", set())
+    monkeypatch.setattr(support, "is_native", lambda key: True)
+    counters.reset()
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.tilewise")
+    return caplog
+
+
+def make_layer(device, **features):
+    features = {"num_heads": HEADS, "head_size": HEAD_DIM, "num_kv_heads": KV_HEADS, **features}
+    layer = Layer(TilewiseImpl(scale=features["head_size"] ** -0.5, **features))
+    if layer.impl.alibi_slopes is not None:
+        layer.impl.alibi_slopes = layer.impl.alibi_slopes.to(device)
+    return layer
+
+
+def make_builder(device, *layers, page=PAGE, dtype=torch.float16, reqs=8, tokens=256):
+    from test_builder import engine_config
+
+    config = engine_config()
+    config.scheduler_config = SimpleNamespace(max_num_seqs=reqs, max_num_batched_tokens=tokens)
+    named = {f"layer.{i}": layer for i, layer in enumerate(layers)}
+    config.compilation_config = SimpleNamespace(
+        **(vars(config.compilation_config) | {"static_forward_context": named})
+    )
+    impl = layers[0].impl
+    config.model_config = SimpleNamespace(get_num_attention_heads=lambda _: impl.num_heads)
+    spec = FullAttentionSpec(
+        block_size=page, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size, dtype=dtype
+    )
+    for layer in layers:
+        layer.num_heads = impl.num_heads
+    return TilewiseMetadataBuilder(spec, list(named), config, device)
+
+
+def make_cache(device, *, pages=PAGES, heads=KV_HEADS, page=PAGE, size=HEAD_DIM,
+               dtype=torch.float16):  # fmt: skip
+    """As vLLM lays it out: token-major within a page."""
+    cache = torch.randn(pages, page, heads, 2 * size, device=device)
+    return cache.to(dtype).transpose(1, 2)
+
+
+def checks():
+    found = counters.snapshot()
+    return found.get("self_checks{result=passed}", 0), found.get("self_checks{result=failed}", 0)
+
+
+# -- what passes ----------------------------------------------------------------------------------
+
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "wide_window": {"sliding_window": 4096},
+    "sinks": {"sinks": torch.tensor([2.0, -1.0, 0.5, 3.0])},
+    "soft_cap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+    "alibi_sqrt": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625], "use_alibi_sqrt": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_right_kernels_pass_and_the_cache_is_as_before(device, features, dtype):
+    features = dict(features)
+    if "sinks" in features:
+        features["sinks"] = features["sinks"].to(device, dtype)
+    layer = make_layer(device, **features)
+    make_builder(device, layer, dtype=dtype)
+    cache = make_cache(device, dtype=dtype)
+    before = cache.clone()
+    layer.bind_kv_cache(cache)
+    assert layer.kv_cache is cache
+    assert torch.equal(cache, before)
+    assert checks() == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("pages", "page", "reqs", "tokens"),
+    [(1, 16, 8, 256), (2, 16, 8, 256), (7, 16, 1, 256), (7, 16, 8, 4), (3, 144, 8, 256),
+     (1, 32, 1, 1)],
+)  # fmt: skip
+def test_small_caches_and_bounds(device, pages, page, reqs, tokens):
+    layer = make_layer(device)
+    make_builder(device, layer, page=page, reqs=reqs, tokens=tokens)
+    layer.bind_kv_cache(make_cache(device, pages=pages, page=page))
+    assert checks() == (1, 0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(5, 5, 24), (9, 3, 64), (8, 1, 80)])
+def test_other_geometries(device, heads, kv_heads, size):
+    layer = make_layer(device, num_heads=heads, num_kv_heads=kv_heads, head_size=size)
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device, heads=kv_heads, size=size))
+    assert checks() == (1, 0)
+
+
+def test_a_cache_without_pages_is_left_alone(device):
+    layer = make_layer(device)
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device, pages=0))
+    assert checks() == (0, 0)
+
+
+def test_a_layer_that_shares_a_cache_is_checked_too(device):
+    layer = make_layer(device, kv_sharing_target_layer_name="layer.7")
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device))
+    assert checks() == (1, 0)
+
+
+# -- once, and without traces ---------------------------------------------------------------------
+
+
+def test_once_a_geometry(device, monkeypatch):
+    seen = []
+    check = self_check.check
+    monkeypatch.setattr(self_check, "check", lambda *args: (seen.append(args[1]), check(*args)))
+    layers = [make_layer(device) for _ in range(3)]
+    make_builder(device, *layers)
+    caches = [make_cache(device) for _ in layers]
+    for layer, cache in zip(layers, caches, strict=True):
+        layer.bind_kv_cache(cache)
+        layer.bind_kv_cache(cache)  # woken from sleep
+    assert seen == layers[:1]
+    # Another builder of the same layers, and a cache of the real size after an estimate's.
+    make_builder(device, *layers)
+    layers[0].bind_kv_cache(caches[0])
+    assert seen == layers[:1]
+    make_builder(device, *layers)
+    layers[1].bind_kv_cache(make_cache(device, pages=PAGES + 1))
+    assert seen == layers[:2]
+    # Of one group, with other features.
+    other = make_layer(device, logits_soft_cap=30.0)
+    make_builder(device, layers[2], other)
+    other.bind_kv_cache(caches[0])
+    assert seen == [*layers[:2], other]
+
+
+def test_the_last_builder_prepares_a_layer_and_lets_it_go(device, monkeypatch):
+    used = []
+    monkeypatch.setattr(self_check, "check", lambda impl, layer, attn, cache: used.append(attn))
+    layer = make_layer(device)
+    make_builder(device, layer)
+    builder = make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device))
+    assert used == [builder.attn]
+    assert builder.is_warm
+    assert "bind_kv_cache" not in vars(layer)
+
+
+def test_layers_of_others_are_left_alone(device):
+    stranger, layer = Layer(SimpleNamespace()), make_layer(device)
+    make_builder(device, layer, *[])
+    start_up.watch(SimpleNamespace(), {"stranger": stranger})
+    assert "bind_kv_cache" not in vars(stranger)
+    assert "bind_kv_cache" in vars(layer)
+
+
+def test_launches_of_the_check_are_not_counted(device, log):
+    layer = make_layer(device)
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device))
+    assert not [name for name in counters.snapshot() if name.startswith(("launches", "steps"))]
+    assert any("agree with PyTorch on the KV cache" in line for line in log.messages)
+    counters.add("steps", path="decode")
+    assert counters.snapshot()["steps{path=decode}"] == 1
+
+
+def test_it_can_be_turned_off(device, monkeypatch):
+    monkeypatch.setenv("TILEWISE_SELF_CHECK", "0")
+    layer = make_layer(device)
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device))
+    assert checks() == (0, 0)
+    monkeypatch.setenv("TILEWISE_SELF_CHECK", "perhaps")
+    layer = make_layer(device)
+    make_builder(device, layer)
+    with pytest.raises(UnsupportedConfig, match="'perhaps' is not a switch"):
+        layer.bind_kv_cache(make_cache(device))
+
+
+def test_random_numbers_of_the_server_are_not_used_up(device):
+    torch.manual_seed(0)
+    expected = torch.randn(3, device=device)
+    torch.manual_seed(0)
+    layer, cache = make_layer(device), make_cache(device)
+    torch.manual_seed(0)
+    make_builder(device, layer)
+    layer.bind_kv_cache(cache)
+    assert torch.equal(torch.randn(3, device=device), expected)
+
+
+# -- what does not pass ---------------------------------------------------------------------------
+
+
+def shifted_write(k_cache, v_cache, key, value, slots):
+    """Every token one slot late."""
+    original = self_check.write_kv_cache
+    original(k_cache, v_cache, key, value, (slots + 1) % (k_cache.shape[0] * k_cache.shape[2]))
+
+
+def values_swapped(k_cache, v_cache, key, value, slots):
+    self_check.write_kv_cache(v_cache, k_cache, key, value, slots)
+
+
+@pytest.mark.parametrize("broken", [shifted_write, values_swapped])
+def test_a_broken_cache_write_stops_the_server(device, monkeypatch, broken):
+    monkeypatch.setattr(impl_module, "write_kv_cache", broken)
+    expect_failure(device, "cache_write")
+
+
+def broken_attention(name, spoil):
+    from tilewise import attention
+
+    original = getattr(attention, name)
+
+    def call(out, *args, **kwargs):
+        original(out, *args, **kwargs)
+        spoil(out)
+
+    return call
+
+
+SPOILS = {
+    "zeros": lambda out: out.zero_(),
+    "nan": lambda out: out[-1, -1].fill_(math.nan),
+    "one_head": lambda out: out[:, 1].add_(0.2),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_a_broken_kernel_stops_the_server(device, monkeypatch, kernel, spoil):
+    from tilewise import attention
+
+    name = f"{kernel}_attention"
+
+    def rows(out):
+        # The other kernel's rows are right: decode owns the first four, prefill the rest.
+        spoil(out[4:] if kernel == "prefill" else out[:4])
+
+    monkeypatch.setattr(attention, name, broken_attention(name, rows))
+    expect_failure(device, kernel)
+
+
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_a_key_too_few_is_seen(device, monkeypatch, kernel):
+    """The smallest mistake of a mask: a sequence that ends one key early."""
+    from tilewise import attention
+
+    name = f"{kernel}_attention"
+    original = getattr(attention, name)
+
+    def call(out, lse, q, kv, starts, lengths, *args, **kwargs):
+        original(out, lse, q, kv, starts, lengths - 1, *args, **kwargs)
+
+    def record_only(*args, **kwargs):
+        original(*args, **kwargs)
+
+    if kernel == "decode":  # its lengths come from the plan
+        plan = attention.plan_on_device
+
+        def short_plan(*args, **kwargs):
+            args = list(args)
+            args[8] = args[8] - 1
+            plan(*args, **kwargs)
+
+        monkeypatch.setattr(attention, "plan_on_device", short_plan)
+    monkeypatch.setattr(attention, name, call)
+    expect_failure(device, kernel)
+
+
+def expect_failure(device, kernel):
+    layer = make_layer(device)
+    make_builder(device, layer)
+    cache = make_cache(device)
+    before = cache.clone()
+    with pytest.raises(SelfCheckFailed) as caught:
+        layer.bind_kv_cache(cache)
+    said = str(caught.value)
+    assert f"the {kernel} kernel is wrong for layers of 4 query and 2 KV heads of size 32" in said
+    for part in ("float16", "7 pages of 16 tokens", "largest error", "--attention-backend",
+                 "TILEWISE_SELF_CHECK=0"):  # fmt: skip
+        assert part in said
+    # Whoever writes to wrong places may have written to any.
+    assert kernel == "cache_write" or torch.equal(cache, before)
+    assert checks() == (0, 1)
+
+
+def test_a_window_that_is_ignored_is_seen(device, monkeypatch):
+    layer = make_layer(device, sliding_window=9)
+    make_builder(device, layer)
+    layer.impl.window = None
+    forward = TilewiseImpl.forward
+    layer.impl.forward = lambda *args: (
+        setattr(layer.impl, "window", 9), forward(layer.impl, *args),
+        setattr(layer.impl, "window", None),
+    )  # fmt: skip
+    with pytest.raises(SelfCheckFailed, match="decode kernel is wrong"):
+        layer.bind_kv_cache(make_cache(device))

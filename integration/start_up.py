@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +52,12 @@ def watch(builder: TilewiseMetadataBuilder, layers: Mapping[str, Any]) -> None:
 class _Binding:
     """A layer's ``bind_kv_cache``, once: as the layer's class has it, then ``prepare``."""
 
+    original: Callable[[torch.Tensor], None]
+
     def __init__(self, builder: TilewiseMetadataBuilder, layer: Any) -> None:
-        original = layer.bind_kv_cache
+        bind = layer.bind_kv_cache
         # A builder made for an estimate of memory was here before, and is not used again.
-        self.original = original.original if isinstance(original, _Binding) else original
+        self.original = bind.original if isinstance(bind, _Binding) else bind
         self.builder, self.layer = builder, layer
 
     def __call__(self, kv_cache: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import tilewise
 _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
     "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
+    "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
 }
 _DOCTOR = ("tilewise.integration.doctor", "say what would run here, and what is wrong")

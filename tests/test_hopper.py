@@ -25,11 +25,15 @@ VARIANTS = [
 OLD_VARIANTS = VARIANTS[:1]
 
 
-def compiled(variants, old_triton=False):
+def compiled(variants, folder, old_triton=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join([*([str(OLD_TRITON)] if old_triton else []), str(TESTS)])
-    command = [sys.executable, str(TESTS / "aot_gluon.py"), *map(json.dumps, variants)]
+    if old_triton:
+        # Before what is there: the checkout may be on the path and not installed.
+        env["PYTHONPATH"] = os.pathsep.join([str(OLD_TRITON), env.get("PYTHONPATH", "")])
+    job = folder / "variants.json"
+    job.write_text(json.dumps(variants))
+    command = [sys.executable, str(TESTS / "aot_job.py"), "gluon", str(job)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -52,16 +56,16 @@ def check_budget(rows):
         assert min(loop["instructions"] for loop in loops) <= 480, row
 
 
-def test_variants_compile_with_clean_main_loops():
-    rows = compiled(VARIANTS)
+def test_variants_compile_with_clean_main_loops(tmp_path):
+    rows = compiled(VARIANTS, tmp_path)
     assert len(rows) == len(VARIANTS)
     check_budget(rows)
 
 
-def test_compiles_on_triton_36():
+def test_compiles_on_triton_36(tmp_path):
     if not OLD_TRITON.is_dir():
         pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(OLD_VARIANTS, old_triton=True)
+    rows = compiled(OLD_VARIANTS, tmp_path, old_triton=True)
     assert rows[0]["shared_bytes"] <= 227 * 1024
     assert rows[0]["wgmma"] >= 64
 

@@ -98,7 +98,7 @@ def test_the_extras_and_versions_are_those_of_the_package():
     assert f"0.{low} or 0.{int(end) - 1}" in README
 
 
-@pytest.mark.parametrize("suite", ["kernels", "serve"])
+@pytest.mark.parametrize("suite", ["kernels", "resources", "serve"])
 def test_the_bench_commands_know_their_options(suite):
     done = subprocess.run(
         [sys.executable, "-m", "tilewise.cli", "bench", suite, "--help"],

@@ -1,22 +1,22 @@
 """Ahead-of-time compilation of the Gluon kernels for sm_90, and what their SASS shows.
 
-Run as a script it prints one JSON line a variant; it must run without ``TRITON_INTERPRET``.
+It must run without ``TRITON_INTERPRET``.
 """
 
-import json
-import os
+from __future__ import annotations
+
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import aot
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tilewise.bench.aot import Resources, measure, threads
 from tilewise.kernels import hopper_prefill
 
 POINTERS = (
@@ -25,11 +25,17 @@ POINTERS = (
 )  # fmt: skip
 
 
-def compile_prefill(dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=False):
+def compile_prefill(
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    page_size: int = 64,
+    group_size: int = 4,
+    lse: bool = False,
+) -> Any:
     """Compile one variant of the Hopper prefill kernel."""
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
-    def descriptor(block):
+    def descriptor(block: list[int]) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
         return f"tensordesc<{dtype}{block},{layout!r}>"
 
@@ -57,7 +63,7 @@ def compile_prefill(dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def main_loops(compiled):
+def main_loops(compiled: Any) -> list[dict[str, int]]:
     """Opcode counts of the innermost loops that hold matrix products, from the SASS.
 
     A loop is what lies between a backward branch and its target.
@@ -91,10 +97,21 @@ def main_loops(compiled):
     return loops
 
 
-def report(**variant):
-    """Compile one variant and describe it."""
+def resources(dtype: str, head_dim: int, page_size: int, group_size: int) -> Resources:
+    """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
+    compiled = compile_prefill(dtype, head_dim, page_size, group_size)
+    ptx = compiled.asm["ptx"]
+    return Resources(
+        "hopper_prefill", 90, head_dim, page_size, group_size, dtype, "", threads(compiled),
+        *measure(compiled, 90), compiled.metadata.shared, ptx.count("wgmma.mma_async"),
+        ptx.count("cp.async.bulk.tensor"),
+    )  # fmt: skip
+
+
+def report(**variant: Any) -> dict[str, Any]:
+    """Compile one variant and describe it, its main loops as well."""
     compiled = compile_prefill(**variant)
-    registers, spill_bytes = aot._measure(compiled, 90)
+    registers, spill_bytes = measure(compiled, 90)
     ptx = compiled.asm["ptx"]
     return variant | {
         "registers": registers, "spill_bytes": spill_bytes,
@@ -102,9 +119,3 @@ def report(**variant):
         "tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg"),
         "loops": main_loops(compiled),
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter cannot compile"
-    for line in sys.argv[1:] or ["{}"]:
-        print(json.dumps(report(**json.loads(line))), flush=True)

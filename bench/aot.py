@@ -1,18 +1,18 @@
 """Ahead-of-time compilation of the kernels for a GPU that need not be there.
 
-``compile_kernels(geometry, device, dtype)`` compiles what the policy would launch and reports
-registers, spills and shared memory.  Run as a script it prints a table; it must run without
-``TRITON_INTERPRET``.
+``resources`` compiles what the policy would launch and reports registers, spills and shared memory.
+It must run without ``TRITON_INTERPRET``.
 """
 
-import argparse
-import json
+from __future__ import annotations
+
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,14 +20,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from tilewise import policy
+from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.kernels import cache_write, decode, plan, prefill
 
-DEVICES = {
-    80: policy.Device(arch=80, num_sms=108, shared_memory=163 * 1024),
-    89: policy.Device(arch=89, num_sms=128, shared_memory=99 * 1024),
-    90: policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024),
-    100: policy.Device(arch=100, num_sms=148, shared_memory=227 * 1024),
-}
 # Argument and type of what a layer may do to its logits; "sqrt" besides goes with ALiBi.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
@@ -40,7 +35,10 @@ ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes."""
+    """What one compiled kernel takes: registers of a thread, bytes, counts of instructions.
+
+    ``spill_bytes`` counts stores and loads of a thread, ``threads`` those of a program.
+    """
 
     kernel: str
     arch: int
@@ -49,7 +47,7 @@ class Resources:
     group_size: int
     dtype: str
     features: str
-    num_warps: int
+    threads: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -57,7 +55,14 @@ class Resources:
     tma: int
 
 
-def _compile(fn, signature, constants, aligned, arch, num_warps):
+def _compile(
+    fn: Any,
+    signature: dict[str, str],
+    constants: Mapping[str, Any],
+    aligned: Iterable[str],
+    arch: int,
+    num_warps: int,
+) -> Any:
     names = list(signature)
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
@@ -71,22 +76,29 @@ def _compile(fn, signature, constants, aligned, arch, num_warps):
     )
 
 
-def _measure(compiled, arch):
+def measure(compiled: Any, arch: int) -> tuple[int, int]:
     """``(registers, spill bytes)`` from ptxas, run with the flags Triton gives it."""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        target = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"]).group(1)
+        target = re.findall(r"\.target (sm_\w+)", compiled.asm["ptx"])[0]
         log = subprocess.run(
             [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(ptx), "-o", f"{folder}/o"],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
-    registers = int(re.search(r"Used (\d+) registers", log).group(1))
+    registers = int(re.findall(r"Used (\d+) registers", log)[0])
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return registers, max(int(a) + int(b) for a, b in spills)
 
 
-def _attention_signature(tiles, dtype, features):
+def threads(compiled: Any) -> int:
+    """Threads of one program, those of specialised warps among them."""
+    return int(re.findall(r"\.reqntid (\d+)", compiled.asm["ptx"])[0])
+
+
+def _attention_signature(
+    tiles: policy.Tiles, dtype: str, features: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
     element = "fp32" if dtype == "fp32" else dtype
     if tiles.use_tma:
         kv = f"tensordesc<{element}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
@@ -102,12 +114,14 @@ def _attention_signature(tiles, dtype, features):
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
-    constants = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(off)
+    constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(
+        off
+    )
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
 
-def _attention_constants(config, tiles, dtype):
+def _attention_constants(config: policy.Config, tiles: policy.Tiles, dtype: str) -> dict[str, Any]:
     g = config.geometry
     return {
         "NUM_KV_HEADS": g.num_kv_heads, "GROUP_SIZE": g.group_size, "HEAD_DIM": g.head_dim,
@@ -118,7 +132,7 @@ def _attention_constants(config, tiles, dtype):
     }  # fmt: skip
 
 
-def _aligned(signature):
+def _aligned(signature: Mapping[str, str]) -> list[str]:
     """Pointers and strides of real batches are multiples of 16; block_table rows need not be."""
     return [
         n for n, t in signature.items()
@@ -127,7 +141,14 @@ def _aligned(signature):
     ]  # fmt: skip
 
 
-def _compile_attention(kernel, config, dtype, arch, middle, features):
+def _compile_attention(
+    kernel: str,
+    config: policy.Config,
+    dtype: str,
+    arch: int,
+    middle: dict[str, str],
+    features: Sequence[str],
+) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
     head, tail, constants = _attention_signature(tiles, dtype, features)
@@ -135,24 +156,28 @@ def _compile_attention(kernel, config, dtype, arch, middle, features):
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
-    return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
+    return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
 
 
-def compile_prefill(config, dtype, arch, features=()):
-    """Compile the prefill kernel of ``config``; returns ``(compiled, tiles)``."""
+def compile_prefill(
+    config: policy.Config, dtype: str, arch: int, features: Sequence[str] = ()
+) -> Any:
+    """Compile the prefill kernel of ``config``."""
     middle = dict.fromkeys(("header_ptr", "tile_req_ptr", "tile_token_ptr"), "*i32")
     return _compile_attention("prefill", config, dtype, arch, middle, features)
 
 
-def compile_decode(config, dtype, arch, features=()):
-    """Compile the decode kernel of ``config``; returns ``(compiled, tiles)``."""
+def compile_decode(
+    config: policy.Config, dtype: str, arch: int, features: Sequence[str] = ()
+) -> Any:
+    """Compile the decode kernel of ``config``."""
     middle = dict.fromkeys(("header_ptr", "cu_work_ptr", "worker_record_ptr"), "*i32")
     middle |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
     middle["arrivals_ptr"] = "*i32"
     return _compile_attention("decode", config, dtype, arch, middle, features)
 
 
-def compile_plan(config, arch, max_reqs=1024):
+def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     """Compile the plan kernel of ``config``."""
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
@@ -173,7 +198,7 @@ def compile_plan(config, arch, max_reqs=1024):
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
-def compile_cache_write(config, dtype, arch):
+def compile_cache_write(config: policy.Config, dtype: str, arch: int) -> Any:
     """Compile the cache-write kernel of ``config``."""
     pointers = {f"{n}_ptr": f"*{dtype}" for n in ("k_cache", "v_cache", "key", "value")}
     strides = [f"stride_{x}_{a}" for x in ("kc", "vc") for a in "phs"]
@@ -188,63 +213,53 @@ def compile_cache_write(config, dtype, arch):
     return _compile(cache_write._write_kv_kernel, signature, constants, aligned, arch, 4)
 
 
-def resources(kernel, config, dtype, arch, features=()):
-    """Compile one kernel and report what it takes."""
+def resources(
+    kernel: str, config: policy.Config, dtype: str, arch: int, features: Sequence[str] = ()
+) -> Resources:
+    """Compile one kernel and report what it takes.
+
+    Parameters
+    ----------
+    kernel : str
+        One of ``KERNELS``.
+    config : policy.Config
+        Tiles and window.
+    dtype : str
+        ``bf16``, ``fp16`` or ``fp32``.
+    arch : int
+        80, 89, 90 or 100.
+    features : sequence of str
+        Keys of ``FEATURES``, and ``sqrt`` beside ``alibi``.
+    """
     g = config.geometry
     if kernel == "prefill":
-        compiled, tiles = compile_prefill(config, dtype, arch, features)
-        num_warps = tiles.num_warps
+        compiled = compile_prefill(config, dtype, arch, features)
     elif kernel == "decode":
-        compiled, tiles = compile_decode(config, dtype, arch, features)
-        num_warps = tiles.num_warps
+        compiled = compile_decode(config, dtype, arch, features)
     elif kernel == "plan":
-        compiled, num_warps = compile_plan(config, arch), 8
+        compiled = compile_plan(config, arch)
     else:
-        compiled, num_warps = compile_cache_write(config, dtype, arch), 4
-    registers, spill_bytes = _measure(compiled, arch)
+        compiled = compile_cache_write(config, dtype, arch)
+    registers, spill_bytes = measure(compiled, arch)
     ptx = compiled.asm["ptx"]
     if config.window:
         features = (*features, f"window={config.window}")
     return Resources(
-        kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features), num_warps,
+        kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features),
+        threads(compiled),
         registers, spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
         ptx.count("cp.async.bulk.tensor"),
     )  # fmt: skip
 
 
-def configured(dtype, arch, head_dim, page_size, heads=(32, 8), window=0):
+def configured(
+    dtype: str,
+    arch: int,
+    head_dim: int,
+    page_size: int,
+    heads: tuple[int, int] = (32, 8),
+    window: int = 0,
+) -> policy.Config:
     """The policy's configuration of one variant."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
     return replace(policy.choose(geometry, DEVICES[arch]), window=window)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=list(DEVICES))
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 96, 128, 256])
-    parser.add_argument("--page-size", type=int, nargs="+", default=[64, 16])
-    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=list(ELEMENT_SIZE))
-    parser.add_argument("--heads", default="32/8", help="query/KV heads")
-    parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument(
-        "--job", type=Path,
-        help="JSON list of [kernel, dtype, arch, head_dim, page_size, feature, ...]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--features", nargs="*", default=[], help=f"window=N, sqrt, {', '.join(FEATURES)}"
-    )
-    args = parser.parse_args()
-    variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
-    if args.job:
-        variants = json.loads(args.job.read_text())
-    heads = tuple(map(int, args.heads.split("/")))
-    for kernel, dtype, arch, head_dim, page_size, *features in variants:
-        features = features or args.features
-        windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
-        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows))
-        features = [f for f in features if not f.startswith("window=")]
-        print(json.dumps(asdict(resources(kernel, config, dtype, arch, features))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,37 @@
+"""Compiles kernels ahead of time in a process without the interpreter: ``aot_job.py KIND JOB``.
+
+``JOB`` is a file with a JSON list: for ``plain``, ``[kernel, dtype, arch, head_dim, page_size,
+feature, ...]`` each; for ``gluon``, arguments of ``compile_prefill`` each. One JSON line a variant.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+
+def plain(kernel, dtype, arch, head_dim, page_size, *features):
+    from tilewise.bench import aot
+
+    windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
+    features = [f for f in features if not f.startswith("window=")]
+    config = aot.configured(dtype, arch, head_dim, page_size, window=sum(windows))
+    return asdict(aot.resources(kernel, config, dtype, arch, features))
+
+
+def gluon(variant):
+    from tilewise.bench import aot_gluon
+
+    return aot_gluon.report(**variant)
+
+
+def main(kind, path):
+    assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter cannot compile"
+    for variant in json.loads(Path(path).read_text()):
+        row = plain(*variant) if kind == "plain" else gluon(variant)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

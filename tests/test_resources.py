@@ -1,0 +1,121 @@
+"""`tilewise bench resources`: the arithmetic of occupancy, and the command without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tilewise.bench import resources
+from tilewise.bench.resources import Variant, occupancy, parser, variants
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared", "expected"),
+    [
+        # Worked out by hand from the CUDA programming guide's limits.
+        (90, 128, 168, 70 * 1024, (3, "registers")),
+        (90, 128, 64, 112 * 1024, (2, "shared memory")),
+        (90, 128, 64, 113 * 1024, (2, "shared memory")),
+        (90, 128, 64, 113 * 1024 + 1, (1, "shared memory")),
+        (90, 1024, 32, 0, (2, "registers")),
+        (89, 1024, 32, 0, (1, "warps")),
+        (80, 32, 16, 0, (32, "programs")),
+        (89, 32, 16, 0, (24, "programs")),
+        (100, 256, 255, 0, (1, "registers")),
+        # 33 registers are handed out as 40 a thread: 1280 a warp.
+        (80, 128, 33, 0, (12, "registers")),
+        (80, 128, 40, 0, (12, "registers")),
+        (80, 128, 41, 0, (10, "registers")),
+    ],
+)
+def test_programs_that_share_an_sm(arch, threads, registers, shared, expected):
+    assert occupancy(arch, threads, registers, shared) == expected
+
+
+def asked(*words):
+    return list(variants(parser().parse_args(words)))
+
+
+def test_variants():
+    assert len(asked()) == 2 * len(resources.KERNELS)
+    assert asked("--kernel", "plan", "--arch", "sm_80", "9.0", "--head-size", "64") == [
+        Variant("plan", 80, "bf16", 64, 64), Variant("plan", 90, "bf16", 64, 64),
+    ]  # fmt: skip
+    # The Gluon kernel exists for Hopper and some sizes only.
+    gluon = ("--kernel", "hopper_prefill")
+    assert asked(*gluon, "--arch", "sm_80", "sm_90", "--head-size", "96", "128") == [
+        Variant("hopper_prefill", 90, "bf16", 128, 64)
+    ]
+    assert asked(*gluon, "--heads", "9/3") == []
+    assert asked(*gluon, "--dtype", "fp32") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arch", "sm_75"], "accepted: sm_80, sm_89, sm_90, sm_100"),
+        (["--heads", "8"], "accepted: query heads / KV heads"),
+        (["--heads", "9/2"], "accepted: query heads / KV heads"),
+        (["--kernel", "softmax"], "invalid choice"),
+        (["--head-size", "-1"], "accepted: a whole number"),
+    ],
+)
+def test_wrong_usage(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        resources.main(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_such_variant_and_the_interpreter_are_wrong_usage(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resources.main([]) == 2
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert resources.main(["--kernel", "hopper_prefill", "--arch", "sm_80"]) == 2
+    assert "no such variant" in capsys.readouterr().err
+
+
+def run(*words):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tilewise.cli", "bench", "resources", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_command_compiles():
+    done = run(
+        "--arch", "sm_80", "sm_90", "--head-size", "64", "--kernel", "decode", "plan", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == 1
+    assert report["heads"] == [32, 8]
+    rows = report["variants"]
+    assert [(r["kernel"], r["arch"]) for r in rows] == [
+        ("decode", 80), ("plan", 80), ("decode", 90), ("plan", 90),
+    ]  # fmt: skip
+    for r in rows:
+        assert r["threads"] == (128 if r["kernel"] == "decode" else 256)
+        assert 16 <= r["registers"] <= 255
+        taken = (r["arch"], r["threads"], r["registers"], r["shared_bytes"])
+        assert (r["programs_per_sm"], r["limited_by"]) == occupancy(*taken)
+    # Only Hopper's decode has the copy engine.
+    assert [r["tma"] > 0 for r in rows] == [False, False, True, False]
+
+
+def test_a_table_with_features_and_what_cannot_be():
+    words = ["--kernel", "decode", "--head-size", "64", "84", "--window", "128"]
+    done = run(*words, "--features", "sinks")
+    assert done.returncode == 1, done.stderr
+    head, good, bad = done.stdout.splitlines()
+    assert head.split()[:3] == ["kernel", "arch", "head"]
+    assert "sinks+window=128" in good
+    assert "head_dim=84; accepted: multiples of 8 from 16 to 256" in bad
+
+
+def test_help():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "exit status: 0, or 1 if a variant cannot be compiled, 2 for wrong usage" in done.stdout

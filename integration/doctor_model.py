@@ -41,8 +41,9 @@ class LayerKind:
     """Layers of one model that are alike, and what becomes of them.
 
     ``backend`` is ``TILEWISE``, the first of ``candidates``, or None where nobody computes the
-    layer. ``prefill``, ``decode``, ``num_workers`` and ``workspace_bytes`` are the policy's choice
-    for a layer of ours, else None; the workspace is that of one KV-cache group of such layers.
+    layer. ``kernels`` are named as in the counters of launches. ``prefill``, ``decode``,
+    ``num_workers`` and ``workspace_bytes`` are the policy's choice for a layer of ours, else None;
+    the workspace is that of one KV-cache group of such layers.
     """
 
     layers: tuple[int, ...]
@@ -54,6 +55,7 @@ class LayerKind:
     backend: str | None
     candidates: tuple[str, ...]
     reasons: tuple[support.Reason, ...]
+    kernels: tuple[str, ...] = ()
     prefill: Mapping[str, Any] | None = None
     decode: Mapping[str, Any] | None = None
     num_workers: int | None = None
@@ -211,6 +213,7 @@ def _planned(
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
     return replace(
         kind,
+        kernels=("plan", "cache_write", "prefill", "decode"),
         prefill=asdict(config.prefill),
         decode=asdict(config.decode),
         num_workers=config.num_workers,

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,10 +119,14 @@ def _kind(
     attn = builder.attn
     return (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype,
-        tuple(kv_cache.shape[1:]), kv_cache.stride(), kv_cache.data_ptr() % _DIVISOR,
-        bool(impl.soft_cap), impl.sinks is None or impl.sinks.dtype,
-        impl.alibi_slopes is None, impl.alibi_sqrt,
+        tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
+        bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
     )  # fmt: skip
+
+
+def _pointer(x: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What Triton tells apart of a tensor's address."""
+    return None if x is None else (x.dtype, x.data_ptr() % _DIVISOR == 0)
 
 
 def row_pads(head_size: int) -> tuple[int, ...]:
@@ -147,8 +152,8 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     with self_check.Borrowed(kv_cache, first.pages):
         for key_pad in pads:
             for value_pad in pads:
-                first.key, first.value = by_pad[key_pad].key, by_pad[value_pad].value
-                self_check.write(impl, layer, kv_cache, first)
+                key, value = by_pad[key_pad].key, by_pad[value_pad].value
+                self_check.write(impl, layer, kv_cache, replace(first, key=key, value=value))
         for pad in pads:
             for batch in first.batches:
                 self_check.attend(impl, layer, attn, kv_cache, first, batch, pad)

@@ -5,7 +5,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
+# A micro-batch's slots are a slice of the step's: their address may have any alignment.
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["num_tokens", "slot_mapping_ptr"],
+)
 def _write_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,

@@ -47,6 +47,7 @@ def test_a_llama_is_ours_with_the_policys_tiles():
     assert kind.layers == (0, 1, 2, 3)
     assert (kind.num_q_heads, kind.num_kv_heads, kind.head_size) == (32, 8, 128)
     assert (kind.backend, kind.reasons, kind.features) == ("TILEWISE", (), ())
+    assert kind.kernels == ("plan", "cache_write", "prefill", "decode")
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER)
     assert kind.prefill == vars(config.prefill)
     assert kind.decode == vars(config.decode)
@@ -125,7 +126,8 @@ def test_features_are_seen_and_answered_by_the_support_table(config, expected):
         assert refused <= expected
         assert (kind.backend == "TILEWISE") == (not refused)
         if refused:
-            assert kind.candidates == () or kind.backend == kind.candidates[0]
+            assert kind.backend == (kind.candidates[0] if kind.candidates else None)
+            assert kind.kernels == ()
 
 
 def test_falcon_has_one_kv_head():

@@ -1,0 +1,114 @@
+"""A server asks Triton for nothing that the warm-up has not compiled.
+
+Without a GPU, by the specialisations that Triton is asked for; on one, by what it compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import specialisations
+from specialisations import LAYER
+
+pytestmark = pytest.mark.vllm
+
+SCRIPT = Path(specialisations.__file__)
+LAYERS = {
+    "llama": {},
+    "ampere": {"arch": 80},
+    "small_pages": {"page": 16},
+    "few_requests": {"max_num_reqs": 1},
+    "few_tokens": {"max_num_tokens": 16},
+    "one_token": {"max_num_tokens": 1, "max_num_reqs": 1},
+    "heads_outer": {"layout": "hnd"},
+    "one_kv_head": {"heads": [8, 1]},
+    "one_head": {"heads": [1, 1], "head_size": 64},
+    "fp32": {"dtype": "float32", "head_size": 64},
+    "window_sinks": {"window": 128, "sinks": True, "head_size": 64},
+    "window_cap": {"window": 4096, "soft_cap": 50.0},
+    "alibi": {"alibi": True},
+    # Heads of which 16 elements are no divisor: rows may be divisible, or not.
+    "odd_heads_72": {"heads": [9, 3], "head_size": 72},
+    "even_over_odd_72": {"heads": [10, 5], "head_size": 72},
+    "odd_88_ampere": {"heads": [5, 5], "head_size": 88, "arch": 80},
+}
+
+
+def examine(folder, specs):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    (folder / "job.json").write_text(json.dumps(specs))
+    command = [sys.executable, str(SCRIPT), str(folder / "job.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    rows = examine(tmp_path_factory.mktemp("layers"), list(LAYERS.values()))
+    return dict(zip(LAYERS, rows, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_serving_needs_nothing_new(results, name):
+    result = results[name]
+    assert result["missing"] == {}
+    assert result["served"] >= 4
+    prefill = any("prefill" in kernel for kernel in result["warmed"])
+    assert prefill == ((LAYER | LAYERS[name])["max_num_tokens"] > 16)
+    assert {"_plan_kernel", "_decode_kernel", "_write_kv_kernel"} <= result["warmed"].keys()
+
+
+def test_as_little_as_possible_is_compiled(results):
+    """One of each kernel, but where rows have two kinds of strides."""
+    assert set(results["llama"]["warmed"].values()) == {1}
+    assert results["odd_heads_72"]["warmed"]["_write_kv_kernel"] == 4
+    assert results["odd_heads_72"]["warmed"]["_decode_kernel"] == 2
+
+
+def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
+    (row,) = examine(tmp_path, [{**LAYERS["even_over_odd_72"], "pads": [0]}])
+    assert "_write_kv_kernel" in row["missing"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "small_pages", "few_requests", "odd_heads_72"])
+def test_nothing_compiles_while_serving(name, monkeypatch):
+    from triton import knobs
+
+    from tilewise.integration import start_up
+
+    monkeypatch.setattr(start_up, "_compiled", set())
+    spec, device = LAYER | LAYERS[name], torch.device("cuda", 0)
+    builder, layer, cache = specialisations.make_layer(spec, device)
+    start_up.prepare(builder, layer, cache)
+    compiled = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr)
+    )
+    assert specialisations.serve(spec, builder, layer, cache, device) > 4
+    torch.cuda.synchronize()
+    assert compiled == []
+
+
+@pytest.mark.gpu
+def test_the_check_takes_less_than_a_second(monkeypatch):
+    import time
+
+    from tilewise.integration import self_check, start_up
+
+    monkeypatch.setattr(start_up, "_compiled", set())
+    builder, layer, cache = specialisations.make_layer(LAYER, torch.device("cuda", 0))
+    start_up.prepare(builder, layer, cache)
+    started = time.perf_counter()
+    self_check.check(layer.impl, layer, builder.attn, cache)
+    assert time.perf_counter() - started < 1.0

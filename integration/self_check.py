@@ -114,7 +114,8 @@ class Borrowed:
 
     def __enter__(self) -> None:
         self._held = self.kv_cache[self.pages].clone()
-        self.kv_cache[self.pages] = float("nan")
+        # NaN in every floating-point format, those of one byte as well.
+        self.kv_cache.view(torch.uint8)[self.pages] = 0xFF
 
     def __exit__(self, *_: object) -> None:
         self.kv_cache[self.pages] = self._held
@@ -176,10 +177,13 @@ def attend(
     return query, output
 
 
-def reference(impl: TilewiseImpl, query: torch.Tensor, sequence: Sequence, length: int) -> Any:
-    """What ``query``, the last tokens of ``length`` keys, should give; fp64."""
+def reference(
+    impl: TilewiseImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """What queries, the last tokens of all these keys, should give; fp64."""
     tokens, heads, size = query.shape
-    keys, values = (x[:length].double() for x in (sequence.key, sequence.value))
+    length = len(key)
+    keys, values = key.double(), value.double()
     kv_heads = keys.shape[1]
     grouped = query.double().view(tokens, kv_heads, heads // kv_heads, size)
     logits = torch.einsum("tkgd,nkd->tkgn", grouped, keys).flatten(1, 2) * impl.scale
@@ -227,12 +231,13 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
     with Borrowed(kv_cache, sequence.pages):
         write(impl, layer, kv_cache, sequence)
         _compare("cache_write", _written_error(kv_cache, sequence), 0.0, attn, kv_cache)
+        key, value = sequence.key, sequence.value
         for batch in sequence.batches:
             query, output = attend(impl, layer, attn, kv_cache, sequence, batch)
             begin = 0
             for tokens, length in batch:
                 rows = slice(begin, begin + tokens)
-                expected = reference(impl, query[rows], sequence, length)
+                expected = reference(impl, query[rows], key[:length], value[:length])
                 error = float((output[rows].double() - expected).abs().max())
                 kernel = "decode" if tokens <= DECODE_MAX_QUERY_LEN else "prefill"
                 _compare(kernel, error, bound, attn, kv_cache)
@@ -241,17 +246,15 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
 
 def _written_error(kv_cache: torch.Tensor, sequence: Sequence) -> float:
     """Largest error of what was written; infinite where a byte was that should not be."""
-    size = sequence.key.shape[2]
     page_size = kv_cache.shape[2]
-    expected = torch.full_like(kv_cache[sequence.pages], float("nan"))
+    found = kv_cache[sequence.pages]
+    expected = torch.full_like(found, float("nan"))
     # [tokens, heads, 2 * size], by page and place within it
     rows = torch.cat([sequence.key, sequence.value], -1)
     places = torch.arange(len(rows), device=rows.device)
     expected[places // page_size, :, places % page_size] = rows.to(expected.dtype)
-    found = kv_cache[sequence.pages]
     if not torch.equal(found.isnan(), expected.isnan()):
         return float("inf")
-    assert found.shape[-1] == 2 * size
     return float((found.double() - expected.double()).abs().nan_to_num(0.0).max())
 
 

@@ -211,6 +211,25 @@ def test_layers_of_others_are_left_alone(device):
     assert "bind_kv_cache" in vars(layer)
 
 
+def test_nothing_happens_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    builder = SimpleNamespace(attn=SimpleNamespace(device=torch.device("cuda")))
+    start_up.prepare(builder, make_layer("cpu"), make_cache("cpu"))
+    assert checks() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_borrowed_pages_hold_nan_and_come_back(dtype):
+    cache = torch.randn(5, 2, 4, 8).to(dtype)
+    before = cache.clone()
+    with self_check.Borrowed(cache, torch.tensor([4, 1])):
+        assert cache[[1, 4]].float().isnan().all()
+        assert not cache[[0, 2, 3]].float().isnan().any()
+    assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_launches_of_the_check_are_not_counted(device, log):
     layer = make_layer(device)
     make_builder(device, layer)

@@ -6,6 +6,7 @@ It changes nothing and starts no engine. ``docs/doctor.md`` describes the output
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -112,7 +113,12 @@ def diagnose(args: argparse.Namespace) -> Report:
     device = _device(args.arch, gpus)
     found = checks.settings_found()
     registered = checks.registration()
-    problems = [*checks.gpu_problems(gpus), *checks.setting_problems(found)]
+    versions = checks.versions()
+    problems = [
+        *checks.version_problems(versions),
+        *checks.gpu_problems(gpus),
+        *checks.setting_problems(found),
+    ]
     unreadable = {setting.problem for setting in found if setting.problem}
     if registered.why_not is not None and registered.why_not not in unreadable:
         problems.append(checks.Problem("fatal", "registration", registered.why_not))
@@ -125,7 +131,7 @@ def diagnose(args: argparse.Namespace) -> Report:
         server = Server(args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens)
         model = examine(load_config(args.model), options, server, device, args.model)
         problems += model_problems(model, _fallback(found))
-    return Report(tuple(problems), checks.versions(), gpus, registered, found, model)
+    return Report(tuple(problems), versions, gpus, registered, found, model)
 
 
 def _fallback(found: tuple[checks.Setting, ...]) -> str:
@@ -140,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 1 when something is fatal, or 2 for wrong usage."""
     args = _parser().parse_args(argv)
     try:
-        report = diagnose(args)
+        # vLLM logs to standard output, where only the report belongs.
+        with contextlib.redirect_stdout(sys.stderr):
+            report = diagnose(args)
     except UnsupportedConfig as error:
         print(f"tilewise doctor: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,25 @@ def versions() -> dict[str, str | None]:
     found["cuda_driver"] = cuda_driver()
     found["python"] = platform.python_version()
     return found
+
+
+def version_problems(found: Mapping[str, str | None]) -> Iterator[Problem]:
+    """Yield a problem for each package older than what tilewise declares that it needs."""
+    try:
+        declared = metadata.requires(NAME) or []
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        return
+    for line in declared:
+        bound = re.fullmatch(r"(\w+)>=([\d.]+)", line)
+        version = found.get(bound[1]) if bound else None
+        if bound and version and _numbers(version) < _numbers(bound[2]):
+            text = f"{bound[1]} {version}; accepted: {bound[2]} and later"
+            yield Problem("fatal", "versions", text)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: (2, 13) of ``2.13.0+cpu``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def cuda_driver(load: Callable[[str], Any] = ctypes.CDLL) -> str | None:

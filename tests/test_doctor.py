@@ -283,6 +283,16 @@ def test_the_drivers_version():
     assert checks.cuda_driver(absent) is None
 
 
+def test_an_old_package_is_fatal(monkeypatch):
+    declared = ["torch>=2.10", "triton>=3.6", "numpy; extra == 'bench'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: declared)
+    found = {"torch": "2.9.1+cu128", "triton": "3.10.0", "vllm": None}
+    assert list(checks.version_problems(found)) == [
+        checks.Problem("fatal", "versions", "torch 2.9.1+cu128; accepted: 2.10 and later")
+    ]
+    assert not list(checks.version_problems({"torch": "2.10.0", "triton": None}))
+
+
 def test_an_old_gpu_is_fatal():
     old, new = (checks.Gpu(n, c, 80, 1 << 16, 1 << 34) for n, c in (("V", (7, 0)), ("A", (8, 0))))
     (problem,) = checks.gpu_problems((old, new))
@@ -420,6 +430,19 @@ def test_the_json_has_the_documented_keys(tmp_path, monkeypatch, capsys):
     assert printed["ok"] is False
     assert printed["model"]["arch"] == "sm_90"
     assert keys(printed) == documented()
+
+
+def test_what_others_print_stays_out_of_the_report(monkeypatch, capsys):
+    def noisy():
+        print("INFO: Automatically detected platform cuda.")
+        return checks.Registration(("TILEWISE",), True, None)
+
+    monkeypatch.setattr(checks, "registration", noisy)
+    monkeypatch.setattr(checks, "gpus", lambda: ())
+    doctor.main(["--json"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["registration"]["names"] == ["TILEWISE"]
+    assert "Automatically detected" in captured.err
 
 
 def test_the_fields_of_a_layer_kind_are_documented():

@@ -99,6 +99,9 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         if geometry in _checked or not load_settings(os.environ).self_check:
             return
         _checked.add(geometry)
+        if kv_cache.dtype != attn.dtype:
+            logger.warning("tilewise does not check its kernels on a cache of %s", kv_cache.dtype)
+            return
         started = time.perf_counter()
         try:
             self_check.check(impl, layer, attn, kv_cache)

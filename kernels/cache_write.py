@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.kernels.launch import Launcher
+
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
 def _write_kv_kernel(
@@ -48,6 +50,9 @@ def _write_kv_kernel(
     v_rows = page * stride_vc_p + head * stride_vc_h + in_page * stride_vc_s
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], k, mask=mask)
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], v, mask=mask)
+
+
+_launch_write = Launcher(_write_kv_kernel)
 
 
 def _check_write(
@@ -112,10 +117,14 @@ def write_kv_cache(
         return
     _, num_heads, page_size, head_dim = k_cache.shape
     block_t = 16
-    _write_kv_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+    args = (
         k_cache, v_cache, key, value, slot_mapping, num_tokens,
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
+    constants = dict(
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
+    grid = (triton.cdiv(num_tokens, block_t), num_heads, 1)
+    _launch_write(grid, args, constants, num_warps=4)

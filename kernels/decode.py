@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, window_ranges
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
@@ -268,6 +268,9 @@ def _decode_kernel(
         cursor += end - begin
 
 
+_launch_decode = Launcher(_decode_kernel)
+
+
 def decode_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -321,16 +324,19 @@ def decode_attention(
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
-    _decode_kernel[(arrivals.shape[0],)](
+    args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
         *logits.arguments,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
-        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
+        ALIBI_SQRT=logits.alibi_sqrt,
     )  # fmt: skip
+    _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps)

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.kernels.launch import Launcher
+
 HEADER_SIZE = 3
 RECORD_SIZE = 8
 
@@ -151,6 +153,9 @@ def _plan_kernel(
         tl.store(tile_token_ptr + slot, (tile - before) * PREFILL_BLOCK_Q, mask=ok)
 
 
+_launch_plan = Launcher(_plan_kernel)
+
+
 def plan_on_device(
     header: torch.Tensor,
     tile_req: torch.Tensor,
@@ -191,14 +196,17 @@ def plan_on_device(
     """
     max_reqs = cu_work.shape[0] - 1
     num_workers = worker_record.shape[0]
-    _plan_kernel[(1,)](
+    args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
         query_start_loc, seq_lens, num_reqs, tile_req.shape[0],
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
         NUM_WORKERS=num_workers, NUM_SMS=num_sms, ITEM_OVERHEAD=item_overhead,
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
-        SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window, num_warps=8,
+        SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window,
     )  # fmt: skip
+    _launch_plan((1, 1, 1), args, constants, num_warps=8)

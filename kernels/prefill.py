@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, window_ranges
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
@@ -153,6 +153,9 @@ def _prefill_kernel(
         tl.store(lse_tile_ptr + lse_rows, lse, mask=row_ok)
 
 
+_launch_prefill = Launcher(_prefill_kernel)
+
+
 def prefill_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -199,15 +202,18 @@ def prefill_attention(
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
-    _prefill_kernel[(max_tiles, kv.num_kv_heads)](
+    args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
         *logits.arguments,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
-        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
+        ALIBI_SQRT=logits.alibi_sqrt,
     )  # fmt: skip
+    _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)

@@ -3,7 +3,8 @@
 It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test holds the two
 equal).  One program, once a step; the host never learns the lengths.
 
-``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all.
+``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all;
+[3] and [4] belong to the persistent prefill kernel (tiles taken, programs done).
 
 ``worker_record`` (int32, eight a worker): [0] first unit and [1] end of its stretch (0, 0 when
 idle), [2] the request it starts in, that request's [3] first unit and [4] end, [5] first query
@@ -17,7 +18,8 @@ import triton.language as tl
 
 from tilewise.kernels.launch import Launcher
 
-HEADER_SIZE = 3
+HEADER_SIZE = 5
+COUNTERS = 3
 RECORD_SIZE = 8
 
 
@@ -119,6 +121,9 @@ def _plan_kernel(
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
     tl.store(header_ptr + 2, total)
+    # Zero after every launch; zeroed again here, so that a launch cut short spoils one step.
+    tl.store(header_ptr + 3, 0)
+    tl.store(header_ptr + 4, 0)
 
     # The bisections read what other threads of this program wrote above.
     tl.debug_barrier()
@@ -132,7 +137,6 @@ def _plan_kernel(
     query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
     record = worker_record_ptr + worker * 8
     here = worker < NUM_WORKERS
-    # Zero after every launch; zeroed again here, so that a launch cut short spoils one step.
     tl.store(arrivals_ptr + worker, 0, mask=here)
     tl.store(record, tl.where(busy, unit, 0), mask=here)
     tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
@@ -182,7 +186,7 @@ def plan_on_device(
 
     Parameters
     ----------
-    header : Tensor[3], int32
+    header : Tensor[5], int32
     tile_req, tile_token : Tensor[max_tiles], int32
         Request and first query token (within the request) of each prefill tile, last tile first.
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32

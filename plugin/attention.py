@@ -330,11 +330,26 @@ class PagedAttention:
         logits: Logits,
         use_tma: bool,
     ) -> None:
-        t = self.config.prefill
-        prefill_attention(
-            out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
+        cfg = self.config
+        batch = (
+            plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
-            max_tiles=plan.max_prefill_tiles, window=self.config.window,
+        )  # fmt: skip
+        if cfg.hopper_prefill and use_tma and not logits.shaped and _aligned_rows(q, out):
+            # Imported late: other devices, and Triton's interpreter, need no Gluon.
+            from tilewise.kernels.hopper_prefill import hopper_prefill_attention
+
+            programs = min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads)
+            hopper_prefill_attention(
+                out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
+                block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
+                q_stages=cfg.hopper_prefill.q_stages,
+            )  # fmt: skip
+            counters.add("launches", kernel="hopper_prefill")
+            return
+        t = cfg.prefill
+        prefill_attention(
+            out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma,
@@ -497,6 +512,19 @@ class PagedAttention:
             raise PlanMismatch(
                 f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
             )
+
+
+def _aligned_rows(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can address rows: positive strides and addresses of 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(
+            stride > 0 and stride * x.element_size() % 16 == 0
+            for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            if length > 1
+        )
+        for x in tensors
+    )
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

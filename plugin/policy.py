@@ -32,16 +32,19 @@ class Device:
         Streaming multiprocessors.
     shared_memory : int
         Bytes of shared memory one program may use.
+    gluon : bool
+        Whether kernels in Gluon run there (not in the interpreter).
     """
 
     arch: int
     num_sms: int
     shared_memory: int
+    gluon: bool = True
 
 
 # Triton's interpreter runs programs one after another, so a few workers are enough to exercise
 # every way of cutting the work.
-INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024)
+INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024, gluon=False)
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,24 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class HopperTiles:
+    """Launch configuration of the Gluon prefill for Hopper, whose tiles have 128 rows.
+
+    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight, and ``q_stages`` tiles
+    of queries.
+    """
+
+    block_n: int
+    num_stages: int
+    q_stages: int
+
+
+@dataclass(frozen=True)
 class Config:
-    """Everything the plan and the two kernels are launched with.
+    """Everything the plan and the kernels are launched with.
+
+    Where there is a ``hopper_prefill``, ``prefill`` is its plain twin: the same query tiles, for
+    layers whose logits or addresses the former does not take.
 
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
@@ -126,6 +145,7 @@ class Config:
     num_sms: int
     item_overhead: int = 3
     window: int = 0
+    hopper_prefill: HopperTiles | None = None
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -165,13 +185,63 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
     if device.arch < 80:
         raise UnsupportedConfig(f"compute capability {device.arch / 10}; accepted: 8.0 and later")
     decode = _decode_tiles(geometry, device, decode_query_len)
+    hopper = None
+    prefill = _prefill_tiles(geometry, device)
+    if why_not_hopper(geometry, device) is None:
+        hopper = _HOPPER_TILES[geometry.head_dim]
+        prefill = _hopper_twin(geometry)
     return Config(
         geometry=geometry,
-        prefill=_prefill_tiles(geometry, device),
+        prefill=prefill,
+        hopper_prefill=hopper,
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
     )
+
+
+HOPPER_ROWS = 128
+# Head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
+_HOPPER_TILES = {
+    64: HopperTiles(block_n=128, num_stages=4, q_stages=2),
+    128: HopperTiles(block_n=128, num_stages=2, q_stages=2),
+    256: HopperTiles(block_n=64, num_stages=2, q_stages=1),
+}
+
+
+def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
+    """Why the Gluon prefill does not serve a layer, or None where it does.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+
+    Returns
+    -------
+    str or None
+        What the layer or the device has, and what is accepted.
+    """
+    group, page = geometry.group_size, geometry.page_size
+    if not device.gluon:
+        return "kernels in Gluon do not run in Triton's interpreter"
+    if device.arch != 90:
+        return f"compute capability {device.arch / 10} (accepted: 9.0)"
+    if geometry.element_size != 2:
+        return f"{geometry.element_size} bytes an element (accepted: 2)"
+    if geometry.head_dim not in _HOPPER_TILES:
+        return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
+    if group & (group - 1) or group > HOPPER_ROWS // 2:
+        return f"group size {group} (accepted: powers of two to {HOPPER_ROWS // 2})"
+    if page != 64 and page % _HOPPER_TILES[geometry.head_dim].block_n:
+        return f"page_size {page} (accepted: 64 and multiples of 128)"
+    return None
+
+
+def _hopper_twin(geometry: Geometry) -> Tiles:
+    """Plain tiles over the rows of the Gluon prefill's."""
+    stages = 2 if geometry.head_dim > 128 else 3
+    return Tiles(HOPPER_ROWS, 64, geometry.head_dim, num_warps=8, num_stages=stages, use_tma=True)
 
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:

@@ -212,10 +212,11 @@ def resources(kernel, config, dtype, arch, features=()):
     )  # fmt: skip
 
 
-def configured(dtype, arch, head_dim, page_size, heads=(32, 8), window=0):
-    """The policy's configuration of one variant."""
+def configured(dtype, arch, head_dim, page_size, heads=(32, 8), window=0, twin=False):
+    """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
-    return replace(policy.choose(geometry, DEVICES[arch]), window=window)
+    device = replace(DEVICES[arch], gluon=twin)
+    return replace(policy.choose(geometry, device), window=window)
 
 
 def main():
@@ -231,7 +232,7 @@ def main():
         help="JSON list of [kernel, dtype, arch, head_dim, page_size, feature, ...]",
     )  # fmt: skip
     parser.add_argument(
-        "--features", nargs="*", default=[], help=f"window=N, sqrt, {', '.join(FEATURES)}"
+        "--features", nargs="*", default=[], help=f"window=N, twin, sqrt, {', '.join(FEATURES)}"
     )
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
@@ -241,8 +242,9 @@ def main():
     for kernel, dtype, arch, head_dim, page_size, *features in variants:
         features = features or args.features
         windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
-        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows))
-        features = [f for f in features if not f.startswith("window=")]
+        twin = "twin" in features
+        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows), twin)
+        features = [f for f in features if f != "twin" and not f.startswith("window=")]
         print(json.dumps(asdict(resources(kernel, config, dtype, arch, features))), flush=True)
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import aot
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tilewise import policy
 from tilewise.kernels import hopper_prefill
 
 POINTERS = (
@@ -25,8 +27,13 @@ POINTERS = (
 )  # fmt: skip
 
 
-def compile_prefill(dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=False):
-    """Compile one variant of the Hopper prefill kernel."""
+def compile_prefill(
+    dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=False, sinks=False, window=0,
+    **tiles,
+):  # fmt: skip
+    """Compile one variant of the Hopper prefill kernel, with the policy's tiles by default."""
+    geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2)
+    chosen = replace(policy.choose(geometry, aot.DEVICES[90]).hopper_prefill, **tiles)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(block):
@@ -34,21 +41,24 @@ def compile_prefill(dtype="bf16", head_dim=128, page_size=64, group_size=4, lse=
         return f"tensordesc<{dtype}{block},{layout!r}>"
 
     rows = descriptor([64 // group_size, group_size, head_dim])
-    page = descriptor([1, 1, min(page_size, 128), 64])
+    page = descriptor([1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
     signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
     constants = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
-        "HAS_LSE": lse, "BLOCK_N": 128, "STAGES": 2,
+        "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
+        "Q_STAGES": chosen.q_stages,
     }  # fmt: skip
-    signature |= dict.fromkeys(constants, "constexpr")
+    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
+    signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")
     names = list(signature)
     source = GluonASTSource(
         fn=hopper_prefill._hopper_prefill_kernel,
         signature=signature,
-        constexprs=constants if lse else constants | {"lse_ptr": None},
+        constexprs=constants,
         attrs={
             (names.index(n),): [["tt.divisibility", 16]]
             for n in ("out_ptr", "stride_o_t", "stride_o_h")

@@ -26,7 +26,9 @@ QUICK = [
     *((k, "bf16", arch, d, page) for k in ATTENTION for arch in (80, 90, 100)
       for d in (64, 128, 256) for page in (64, 16)),
     *((k, t, arch, d, 64) for k in ATTENTION
-      for t, arch, d in (("bf16", 90, 96), ("fp16", 90, 128), ("fp32", 90, 64), ("bf16", 89, 128))),
+      for t, arch, d in (("bf16", 90, 96), ("fp32", 90, 64), ("bf16", 89, 128))),
+    ("decode", "fp16", 90, 128, 64),
+    ("prefill", "fp16", 90, 128, 64, "twin"),
     *((k, "bf16", arch, 128, 64) for k in ("plan", "cache_write") for arch in (80, 90, 100)),
     # What models combine: gpt-oss, Gemma 2; and everything at once.
     ("prefill", "bf16", 90, 64, 64, "window=128", "sinks"),
@@ -59,6 +61,7 @@ FULL += [
     for page in (16, 64)
     for features in COMBINATIONS
 ]
+FULL += [("prefill", "bf16", 90, d, 64, "twin") for d in (64, 128, 256)]
 FULL += [("plan", "bf16", arch, 128, 64, "window=128") for arch in (80, 90, 100)]
 
 

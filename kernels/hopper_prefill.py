@@ -12,9 +12,8 @@ The maths, the tile list and the packing of a KV head's query heads into rows ar
 * ``_consumer`` (four warps, twice) computes S = Q K^T of block j + 1 while P V of block j runs
   (FlashAttention-3, Shah et al., 2024).  Its running maximum is kept stale while no weight
   exceeds 2**8; the accumulator is rescaled only when some row of the warp needs it (the exact
-  result does not depend on that, since one division at the end normalises).  Q K^T of the next
-  tile's first block runs while this tile's rows are normalised and stored, out of the memory that
-  held their queries.
+  result does not depend on that, since one division at the end normalises).  Rows leave through
+  the memory that held their queries, which makes room for a third block of keys and values.
 """
 
 import torch
@@ -38,7 +37,7 @@ _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 _partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # of one warpgroup
-TILE_FIELDS = gl.constexpr(10)
+TILE_FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -103,7 +102,6 @@ def _producer(
     tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Announce tiles and copy their Q, K and V until the counter runs out."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
@@ -142,8 +140,6 @@ def _producer(
         _publish(tile_s, slot, 4, kv_head)
         _publish(tile_s, slot, 5, blocks)
         _publish(tile_s, slot, 6, first_key)
-        for part in gl.static_range(3):
-            _publish(tile_s, slot, 7 + part, done % Q_STAGES)
         mbarrier.arrive(t_full.index(slot))
 
         row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
@@ -151,11 +147,12 @@ def _producer(
             row_ptr, blocks - 1, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
         )
         for group in gl.static_range(2):
-            at = group * Q_STAGES + done % Q_STAGES
-            mbarrier.wait(q_empty.index(at), ((done // Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(at), ROWS * HEAD_DIM * 2)
+            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
             token = query_start + first_token + group * TOKENS
-            _tma_load(q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(at), q_s.index(at))
+            _tma_load(
+                q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
+            )
         for n in range(blocks - first_block):
             block = blocks - 1 - n
             # One block ahead, so that no copy waits for a page id.
@@ -340,25 +337,8 @@ def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_SIZE: g
     kv_head = _field(tile_s, slot, 4, 4)
     blocks = _field(tile_s, slot, 5, 4)
     first_key = _field(tile_s, slot, 6, 4)
-    q_slots = (
-        _field(tile_s, slot, 7, 4), _field(tile_s, slot, 8, 4), _field(tile_s, slot, 9, 4),
-    )  # fmt: skip
     mbarrier.arrive(t_empty.index(slot))
-    return row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key, q_slots
-
-
-@gluon.jit
-def _first_product(q_s, k_s, bars, done, k_ring, wanted, zero, GROUP: gl.constexpr,
-                   STAGES: gl.constexpr, Q_STAGES: gl.constexpr):  # fmt: skip
-    """Start Q K^T of a tile's last block; with nothing wanted, of whatever lies there."""
-    q_full, k_full = bars[0], bars[2]
-    at = GROUP * Q_STAGES + done % Q_STAGES
-    stage = k_ring % STAGES
-    mbarrier.wait(q_full.index(at), (done // Q_STAGES) & 1, pred=wanted)
-    mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1, pred=wanted)
-    return warpgroup_mma(
-        q_s.index(at), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    return row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key
 
 
 @gluon.jit
@@ -367,10 +347,9 @@ def _consumer(
     stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
-    _, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -379,18 +358,21 @@ def _consumer(
     TOKENS: gl.constexpr = ROWS // GROUP_SIZE
     # Blocks of a narrow window all touch an edge; a wide one has whole ones between its edges.
     PARTS: gl.constexpr = (1 if WINDOW < 4 * BLOCK_N else 3) if WINDOW else 2
+    q = q_s.index(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     k_ring = 0
     v_ring = 0
     done = 0
-    row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key, q_slots = _read_tile(
+    row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
         tile_s, t_full, t_empty, 0, GROUP, GROUP_SIZE
     )
-    s = _first_product(q_s, k_s, bars, 0, 0, blocks > 0, zero, GROUP, STAGES, Q_STAGES)
-    s = warpgroup_mma_wait(0, deps=[s])
     while blocks > 0:
-        at = GROUP * Q_STAGES + done % Q_STAGES
-        mbarrier.arrive(k_empty.index(k_ring % STAGES))
+        stage = k_ring % STAGES
+        mbarrier.wait(q_full.index(GROUP), done & 1)
+        mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
+        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
         k_ring += 1
         count = blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)
         # Block n (of 0 .. count) is blocks - 1 - n. Those from ``whole`` to ``edge`` need no mask:
@@ -412,11 +394,6 @@ def _consumer(
         p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
         sums = _row_sums(p, BLOCK_N)
         alpha = gl.full([ROWS], 1.0, gl.float32, m_layout)
-        if Q_STAGES > 1:
-            # The last tile's rows have left its queries' memory by now.
-            tma.store_wait(0)
-            last = GROUP * Q_STAGES + (done + 1) % Q_STAGES
-            mbarrier.arrive(q_empty.index(last), pred=done > 0)
         keys_left = seq_len - (blocks - 1) * BLOCK_N
         if keys_left < BLOCK_N:
             mbarrier.wait(v_full.index(v_ring % STAGES), (v_ring // STAGES) & 1)
@@ -425,9 +402,6 @@ def _consumer(
         for part in gl.static_range(PARTS):
             begin = 1 if part == 0 else (whole if part == 1 else edge)
             end = count if part == PARTS - 1 else (whole if part == 0 else edge)
-            # Not ``at``: of loops with one address ptxas computes the queries' descriptors in the
-            # first, and uses them in the next also where the first was skipped (bench/NOTES.md).
-            q = q_s.index(at if Q_STAGES == 1 else GROUP * Q_STAGES + q_slots[part])
             for n in range(begin, end):
                 stage = k_ring % STAGES  # its K is there: waited for below
                 v_stage = v_ring % STAGES
@@ -465,18 +439,7 @@ def _consumer(
             if strangers > 0:
                 _clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, HEAD_DIM)
         pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
-        # The next tile's first product runs behind this one and the stores below.
-        (
-            next_row_token, next_rows_left, next_first_pos, next_seq_len, next_kv_head,
-            next_blocks, next_first_key, next_q_slots,
-        ) = _read_tile(tile_s, t_full, t_empty, done + 1, GROUP, GROUP_SIZE)  # fmt: skip
-        if Q_STAGES > 1:
-            s = _first_product(
-                q_s, k_s, bars, done + 1, k_ring, next_blocks > 0, zero, GROUP, STAGES, Q_STAGES
-            )
-            acc = warpgroup_mma_wait(1, deps=[pending])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[pending])
+        acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(v_empty.index(v_stage))
         v_ring += 1
 
@@ -488,21 +451,15 @@ def _consumer(
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
             out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
-            q_s.index(at), q_token_s.index(at), stride_o_t, stride_o_h,
+            q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
             NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(GROUP))
         done += 1
-        if Q_STAGES == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(at))
-            s = _first_product(
-                q_s, k_s, bars, done, k_ring, next_blocks > 0, zero, GROUP, STAGES, Q_STAGES
-            )
-        s = warpgroup_mma_wait(0, deps=[s])
-        row_token, rows_left, first_pos = next_row_token, next_rows_left, next_first_pos
-        seq_len, kv_head, blocks = next_seq_len, next_kv_head, next_blocks
-        first_key, q_slots = next_first_key, next_q_slots
-    tma.store_wait(0)
+        row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
+            tile_s, t_full, t_empty, done, GROUP, GROUP_SIZE
+        )
 
 
 @gluon.jit
@@ -523,7 +480,7 @@ def _hopper_prefill_kernel(
     scale_log2, stride_o_t, stride_o_h, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -533,10 +490,8 @@ def _hopper_prefill_kernel(
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
-    q_token_s = gl.allocate_shared_memory(
-        dtype, [2 * Q_STAGES, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout
-    )
-    q_s = q_token_s._reinterpret(dtype, [2 * Q_STAGES, ROWS, HEAD_DIM], rows_layout)
+    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout)
+    q_s = q_token_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
     pieces: gl.constexpr = STAGES * SLABS * (BLOCK_N // PAGE_ROWS)
@@ -546,7 +501,7 @@ def _hopper_prefill_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     bars = (
-        _barriers(2 * Q_STAGES, 1), _barriers(2 * Q_STAGES, 1), _barriers(STAGES, 1),
+        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1),
         _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1),
         _barriers(2, 2),
     )  # fmt: skip
@@ -555,18 +510,18 @@ def _hopper_prefill_kernel(
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, WINDOW, BLOCK_N, STAGES, Q_STAGES,
+                HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, WINDOW, BLOCK_N, STAGES, Q_STAGES,
+                HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
                 q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                PAGE_SIZE, WINDOW, BLOCK_N, STAGES, Q_STAGES,
+                PAGE_SIZE, WINDOW, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],
@@ -604,7 +559,6 @@ def hopper_prefill_attention(
     num_programs: int,
     block_n: int,
     num_stages: int,
-    q_stages: int,
 ) -> None:
     """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
 
@@ -617,8 +571,8 @@ def hopper_prefill_attention(
         The plan's; its last two are this kernel's counters, zero before and after every launch.
     num_programs : int
         Persistent programs: one an SM.
-    block_n, num_stages, q_stages : int
-        Keys a block; blocks of K and of V, and queries, in flight.
+    block_n, num_stages : int
+        Keys a block; blocks of K, and of V, in flight.
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
@@ -634,6 +588,6 @@ def hopper_prefill_attention(
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
-        STAGES=num_stages, Q_STAGES=q_stages,
+        STAGES=num_stages,
     )  # fmt: skip
     _launch_hopper_prefill((num_programs, 1, 1), args, constants, num_warps=4)

@@ -106,7 +106,7 @@ class PagedAttention:
         self.device = resolve(device)
         geometry = policy.Geometry(num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize)
         if config is None:
-            config = policy.choose(geometry, describe(self.device), decode_query_len)
+            config = policy.choose(geometry, describe(self.device), decode_query_len, window or 0)
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:
@@ -343,7 +343,6 @@ class PagedAttention:
             hopper_prefill_attention(
                 out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
                 block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
-                q_stages=cfg.hopper_prefill.q_stages,
             )  # fmt: skip
             counters.add("launches", kernel="hopper_prefill")
             return

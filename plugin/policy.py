@@ -115,13 +115,11 @@ class Tiles:
 class HopperTiles:
     """Launch configuration of the Gluon prefill for Hopper, whose tiles have 128 rows.
 
-    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight, and ``q_stages`` tiles
-    of queries.
+    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight.
     """
 
     block_n: int
     num_stages: int
-    q_stages: int
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Config:
+def choose(
+    geometry: Geometry, device: Device, decode_query_len: int = 1, window: int = 0
+) -> Config:
     """Pick tiles and worker count.
 
     Parameters
@@ -177,6 +177,8 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
     device : Device
     decode_query_len : int
         Query tokens of a typical decode request: 1, or 1 + speculative tokens.
+    window : int
+        Keys a query may see, itself included; 0 for all.
     """
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
@@ -188,7 +190,7 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
     hopper = None
     prefill = _prefill_tiles(geometry, device)
     if why_not_hopper(geometry, device) is None:
-        hopper = _HOPPER_TILES[geometry.head_dim]
+        hopper = _hopper_tiles(geometry, window)
         prefill = _hopper_twin(geometry)
     return Config(
         geometry=geometry,
@@ -197,16 +199,25 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
+        window=window,
     )
 
 
 HOPPER_ROWS = 128
 # Head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
 _HOPPER_TILES = {
-    64: HopperTiles(block_n=128, num_stages=4, q_stages=2),
-    128: HopperTiles(block_n=128, num_stages=2, q_stages=2),
-    256: HopperTiles(block_n=64, num_stages=2, q_stages=1),
+    64: HopperTiles(block_n=128, num_stages=5),
+    128: HopperTiles(block_n=128, num_stages=3),
+    256: HopperTiles(block_n=64, num_stages=2),
 }
+
+
+def _hopper_tiles(geometry: Geometry, window: int) -> HopperTiles:
+    tiles = _HOPPER_TILES[geometry.head_dim]
+    if 0 < window < 4 * tiles.block_n and tiles.block_n > 64:
+        # Every block of a narrow window touches an edge; smaller ones compute less beyond it.
+        tiles = HopperTiles(block_n=tiles.block_n // 2, num_stages=2 * tiles.num_stages)
+    return tiles
 
 
 def why_not_hopper(geometry: Geometry, device: Device) -> str | None:

@@ -33,7 +33,9 @@ def compile_prefill(
 ):  # fmt: skip
     """Compile one variant of the Hopper prefill kernel, with the policy's tiles by default."""
     geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2)
-    chosen = replace(policy.choose(geometry, aot.DEVICES[90]).hopper_prefill, **tiles)
+    chosen = replace(
+        policy.choose(geometry, aot.DEVICES[90], window=window).hopper_prefill, **tiles
+    )
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(block):
@@ -50,7 +52,6 @@ def compile_prefill(
     constants = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
         "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
-        "Q_STAGES": chosen.q_stages,
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")

@@ -46,15 +46,21 @@ INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The attention layer: heads, head size, page size and bytes per element."""
+    """The attention layer: heads, head size, page size and bytes per element.
+
+    ``kv_element_size`` is that of the cache, 1 for fp8; by default as ``element_size``.
+    """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     element_size: int
+    kv_element_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.kv_element_size == 0:
+            object.__setattr__(self, "kv_element_size", self.element_size)
         hq, hkv = self.num_q_heads, self.num_kv_heads
         if hkv < 1 or hq < 1 or hq % hkv:
             raise UnsupportedConfig(
@@ -77,6 +83,11 @@ class Geometry:
         if self.element_size not in (2, 4):
             raise UnsupportedConfig(
                 f"element_size={self.element_size} bytes; accepted: 2 (fp16, bf16) and 4 (fp32)"
+            )
+        if self.kv_element_size not in (1, self.element_size):
+            raise UnsupportedConfig(
+                f"kv_element_size={self.kv_element_size} bytes; accepted: 1 (fp8) and "
+                f"{self.element_size}, the queries'"
             )
 
     @property

@@ -82,6 +82,13 @@ def _check_write(
     slot_mapping: torch.Tensor,
     fp8_format: str,
 ) -> None:
+    if fp8_format not in FORMATS:
+        raise ValueError(f"fp8_format={fp8_format!r}; accepted: {', '.join(map(repr, FORMATS))}")
+    if (k_cache.dtype == torch.uint8) != bool(fp8_format):
+        raise ValueError(
+            f"k_cache is {k_cache.dtype} with fp8_format={fp8_format!r}; accepted: torch.uint8 "
+            "with an fp8 format, any other dtype without"
+        )
     if k_cache.dim() != 4 or k_cache.stride(3) != 1 or v_cache.stride(-1) != 1:
         raise ValueError(
             f"caches have strides {k_cache.stride()} and {v_cache.stride()}; accepted: "
@@ -109,31 +116,20 @@ def _check_write(
             )
 
 
-def _check_fp8(
-    k_cache: torch.Tensor,
-    fp8_format: str,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+def _check_scale(
+    name: str, scale: torch.Tensor | None, k_cache: torch.Tensor, fp8_format: str
 ) -> None:
-    if fp8_format not in FORMATS:
-        raise ValueError(f"fp8_format={fp8_format!r}; accepted: {', '.join(map(repr, FORMATS))}")
-    if (k_cache.dtype == torch.uint8) != bool(fp8_format):
+    if scale is None:
+        return
+    if not fp8_format:
+        raise ValueError(f"{name} is given for a cache that is not fp8; accepted: None")
+    heads = k_cache.shape[1]
+    fits = scale.numel() in (1, heads) and scale.is_contiguous()
+    if not fits or scale.dtype != torch.float32 or scale.device != k_cache.device:
         raise ValueError(
-            f"k_cache is {k_cache.dtype} with fp8_format={fp8_format!r}; accepted: torch.uint8 "
-            "with an fp8 format, any other dtype without"
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
+            f"contiguous torch.float32 of 1 or {heads} elements on {k_cache.device}"
         )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        heads = k_cache.shape[1]
-        if not fp8_format:
-            raise ValueError(f"{name} is given for a cache that is not fp8; accepted: None")
-        fits = scale.numel() in (1, heads) and scale.is_contiguous()
-        if not fits or scale.dtype != torch.float32 or scale.device != k_cache.device:
-            raise ValueError(
-                f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
-                f"contiguous torch.float32 of 1 or {heads} elements on {k_cache.device}"
-            )
 
 
 def write_kv_cache(
@@ -171,7 +167,8 @@ def write_kv_cache(
         Naming the tensor that does not fit.
     """
     _check_write(k_cache, v_cache, key, value, slot_mapping, fp8_format)
-    _check_fp8(k_cache, fp8_format, k_scale, v_scale)
+    _check_scale("k_scale", k_scale, k_cache, fp8_format)
+    _check_scale("v_scale", v_scale, k_cache, fp8_format)
     kv = KvCache(k_cache, v_cache, fp8_format, k_scale, v_scale)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:

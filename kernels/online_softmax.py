@@ -33,7 +33,8 @@ def softmax_step(
     """
     m_new = tl.max(qk, 1) * scale_log2
     if SHIFT != 0.0:
-        m_new -= SHIFT
+        # Of huge maxima a shift is lost in rounding, or comes out as more than it is.
+        m_new = tl.where(tl.abs(m_new) < 2.0**20, m_new - SHIFT, m_new)
     m_new = tl.maximum(m_i, m_new)
     if ROW_SCALE:
         scale_log2 = scale_log2[:, None]

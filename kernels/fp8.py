@@ -25,16 +25,47 @@ def decode_fp8(x, FORMAT: tl.constexpr):
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif FORMAT == "e5m2":
         return x.to(tl.float8e5, bitcast=True).to(tl.float16)
-    elif FORMAT == "e5m2_bits":
+    else:
+        return _decode_bits(x.to(tl.uint16), FORMAT)
+
+
+@triton.jit
+def _decode_bits(bits, FORMAT: tl.constexpr):
+    """fp16 values of ``bits`` (uint16 below 256) by integer arithmetic."""
+    if FORMAT == "e5m2_bits" or FORMAT == "e5m2":
         # fp16 has the same exponent and more mantissa.
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+        return (bits << 8).to(tl.float16, bitcast=True)
     else:
         tl.static_assert(FORMAT == "e4m3_bits")
-        bits = x.to(tl.uint16)
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         # The exponents' biases differ by 8; fp16 holds fp8's subnormals until then.
         value = moved.to(tl.float16, bitcast=True) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def decode_pairs(x, FORMAT: tl.constexpr):
+    """fp16 values of the low and of the high bytes of ``x`` (uint16, any shape).
+
+    Matrix operands are read transposed in units of 16 bits, so that values come in pairs of
+    columns.  The instructions of the two halves are written out, for nothing of 8 bits may stand
+    between the load and the product: Triton would load byte by byte.
+    """
+    if FORMAT == "e4m3":
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0020; mov.b32 {a, b}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [x], tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0031; mov.b32 {a, b}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [x], tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = _decode_bits(x & 0xFF, FORMAT)
+        high = _decode_bits(x >> 8, FORMAT)
+    return low, high
 
 
 @triton.jit

@@ -115,6 +115,6 @@ def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tupl
     # The descriptors carry the strides; constants keep them out of the specialisation key.
     return (
         _descriptor(kv.k, block_n, block_d),
-        _descriptor(kv.v, block_n, block_d),
+        _descriptor(kv.v, block_n, block_d * kv.k.element_size() // kv.v.element_size()),
         (1, 1, 1, 1, 1, 1),
     )

@@ -129,27 +129,27 @@ def _prefill_kernel(
         begin, inside, full = window_ranges(
             first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
         )
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
+        acc, _, m_i, l_i = attend(
+            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
             seq_len, first_key, scale_log2, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE,
+            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
         )  # fmt: skip
         begin = inside
-    acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos, seq_len,
+    acc, _, m_i, l_i = attend(
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos, seq_len,
         first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
     )  # fmt: skip
-    acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
+    acc, _, m_i, l_i = attend(
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
         first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
     )  # fmt: skip
 
     if sinks_ptr is not None:

@@ -212,11 +212,20 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
+    row_bytes = geometry.kv_element_size * d
+    block_n = 64 if row_bytes <= 256 else 32
+    stages = 3
+    if geometry.kv_element_size == 1:
+        # Half the bytes a key: twice the keys a step where a page holds them, else more steps
+        # on the way.
+        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+            block_n = 128
+        else:
+            stages = 4
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16:
+        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
@@ -248,17 +257,23 @@ def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
 
 
 def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
-    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V."""
-    size = geometry.element_size
+    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V.
+
+    A tile of an fp8 cache is staged as it is and may pass once more as operand of a product.
+    """
+    size, kv_size = geometry.element_size, geometry.kv_element_size
     q = tiles.block_m * tiles.block_d * size
     p = tiles.block_m * tiles.block_n * size
-    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * size
-    return q + p + kv
+    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * kv_size
+    converted = 2 * tiles.block_n * tiles.block_d * size if kv_size < size else 0
+    return q + p + kv + converted
 
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    wanted = 2 if tiles.block_n * tiles.block_d >= 64 * 128 else 3
+    # In units of 16 bits; fp32 is not tuned.
+    tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
+    wanted = 2 if tile >= 64 * 128 else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

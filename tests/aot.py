@@ -91,15 +91,17 @@ def kv_format(features):
     return next((f for f in features if f in fp8.FORMATS), "")
 
 
-def _attention_signature(tiles, dtype, features):
+def _attention_signature(kernel, tiles, dtype, features):
     element = "fp32" if dtype == "fp32" else dtype
     cache = "u8" if kv_format(features) else element
+    pairs = kernel == "decode" and cache == "u8" and tiles.block_d >= 64
+    k = v = f"*{cache}"
     if tiles.use_tma:
-        kv = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
-    else:
-        kv = f"*{cache}"
+        k = v = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
+    if pairs:
+        v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
     head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
-    head |= {"k_src": kv, "v_src": kv}
+    head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
     optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
@@ -112,6 +114,7 @@ def _attention_signature(tiles, dtype, features):
     tail["stride_bt_b"] = "i32"
     constants = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants |= {"V_PAIRS": pairs} if kernel == "decode" else {}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -139,7 +142,7 @@ def _aligned(signature):
 def _compile_attention(kernel, config, dtype, arch, middle, features):
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(tiles, dtype, features)
+    head, tail, constants = _attention_signature(kernel, tiles, dtype, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":

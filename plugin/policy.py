@@ -187,6 +187,7 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     d, group = geometry.block_d, next_power_of_2(geometry.group_size)
+    fp8 = geometry.kv_element_size == 1
     if geometry.element_size == 4:
         tiles = Tiles(max(64, group), 32, d, num_warps=4, num_stages=2, use_tma=False)
     elif device.arch >= 90 and d <= 128:
@@ -199,7 +200,12 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         if not _tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
-        tiles = Tiles(128, 64, d, num_warps=8, num_stages=2, use_tma=True)
+        # Tiles that are converted on the way lie in registers once.
+        tiles = Tiles(128, 32 if fp8 else 64, d, num_warps=8, num_stages=2, use_tma=True)
+    elif fp8:
+        # Every warp converts the whole tile for itself: few warps, and small tiles for them.
+        warps = 4 if d <= 128 else 8
+        tiles = Tiles(max(64, group), 32, d, num_warps=warps, num_stages=2, use_tma=False)
     elif d <= 128:
         tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
     else:
@@ -273,7 +279,7 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
-    wanted = 2 if tile >= 64 * 128 else 3
+    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

@@ -79,14 +79,6 @@ class Tilewise(Provider):
         self.name = name
         self.page_size = page_size
 
-    def unsupported(self, case: Case) -> str | None:
-        """Sinks, windows and fp8 caches have no kernel yet."""
-        if case.sinks or case.window is not None:
-            return "no kernel for sinks and sliding windows yet"
-        if case.kv_itemsize == 1:
-            return "no kernel for an fp8 cache yet"
-        return None
-
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
         """One candidate: the policy chooses the kernels."""
         return {f"page {self.page_size}": partial(self._build, case, inputs)}
@@ -106,7 +98,11 @@ class Tilewise(Provider):
             max_num_tokens=case.num_tokens,
             device=str(inputs.device),
             decode_query_len=case.max_q_len if case.kind == "decode" else 1,
+            window=case.window,
+            kv_dtype=inputs.kv_dtype,
         )
+        # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
+        one = torch.ones((), device=inputs.device) if inputs.kv_dtype == FP8 else None
         plan = attn.plan(
             inputs.query_start_loc,
             inputs.seq_lens,
@@ -125,6 +121,9 @@ class Tilewise(Provider):
                 scale=inputs.scale,
                 out=inputs.out[copy],
                 plan=plan,
+                sinks=inputs.sinks,
+                k_scale=one,
+                v_scale=one,
             )
 
         def path() -> str:
@@ -155,10 +154,12 @@ class TilewiseHopper(Tilewise):
             return "decode batches run the same kernel as tilewise"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
             return "needs compute capability 9.0"
+        if case.sinks or case.window is not None:
+            return "no sinks and sliding windows in this kernel"
+        if case.kv_itemsize == 1:
+            return "no fp8 cache in this kernel"
         group = case.num_q_heads // case.num_kv_heads
-        return super().unsupported(case) or hopper_prefill_supported(
-            group, case.head_dim, self.page_size
-        )
+        return hopper_prefill_supported(group, case.head_dim, self.page_size)
 
     def _build(self, case: Case, inputs: CaseInputs) -> Runner:
         from tilewise.attention import PagedAttention

@@ -80,14 +80,6 @@ class Tilewise(Provider):
         self.page_size = page_size
         self.plain = plain
 
-    def unsupported(self, case: Case) -> str | None:
-        """Sinks, windows and fp8 caches have no kernel yet."""
-        if case.sinks or case.window is not None:
-            return "no kernel for sinks and sliding windows yet"
-        if case.kv_itemsize == 1:
-            return "no kernel for an fp8 cache yet"
-        return None
-
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
         """One candidate: the policy chooses the kernels."""
         return {f"page {self.page_size}": partial(self._build, case, inputs)}
@@ -103,8 +95,9 @@ class Tilewise(Provider):
         config = None
         if self.plain:
             device = dataclasses.replace(describe(torch.device(inputs.device)), gluon=False)
-            geometry = policy.Geometry(*heads, self.page_size, torch.bfloat16.itemsize)
-            config = policy.choose(geometry, device, query_len)
+            sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
+            geometry = policy.Geometry(*heads, self.page_size, *sizes)
+            config = policy.choose(geometry, device, query_len, case.window or 0)
         attn = PagedAttention(
             *heads,
             page_size=self.page_size,
@@ -113,8 +106,12 @@ class Tilewise(Provider):
             max_num_tokens=case.num_tokens,
             device=str(inputs.device),
             decode_query_len=query_len,
+            window=case.window,
+            kv_dtype=inputs.kv_dtype,
             config=config,
         )
+        # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
+        one = torch.ones((), device=inputs.device) if inputs.kv_dtype == FP8 else None
         plan = attn.plan(
             inputs.query_start_loc,
             inputs.seq_lens,
@@ -133,6 +130,9 @@ class Tilewise(Provider):
                 scale=inputs.scale,
                 out=inputs.out[copy],
                 plan=plan,
+                sinks=inputs.sinks,
+                k_scale=one,
+                v_scale=one,
             )
 
         def path() -> str:

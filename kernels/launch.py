@@ -134,10 +134,18 @@ class KvCache:
     ----------
     k, v : Tensor[num_pages, num_kv_heads, page_size, head_dim]
         Any strides, unit stride in the last axis.  In vLLM both are halves of one row.
+        An fp8 cache comes as bytes, uint8.
+    format : str
+        How those bytes are read (``tilewise.kernels.fp8``); "" for a cache in the queries' dtype.
+    k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, or None
+        What an fp8 cache's values are multiplied with; None for 1.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    format: str = ""
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -148,6 +156,13 @@ class KvCache:
     def page_size(self) -> int:
         """Tokens per page."""
         return self.k.shape[2]
+
+    @property
+    def constants(self) -> dict[str, str | int]:
+        """``KV_FORMAT``, ``K_SCALE_STEP`` and ``V_SCALE_STEP`` of the kernels."""
+        steps = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
+        names = ("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP")
+        return dict(zip(names, (self.format, *steps), strict=True))
 
 
 def tma_strides(kv: KvCache) -> bool:
@@ -181,6 +196,6 @@ def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tupl
     # The descriptors carry the strides; constants keep them out of the specialisation key.
     return (
         _descriptor(kv.k, block_n, block_d),
-        _descriptor(kv.v, block_n, block_d),
+        _descriptor(kv.v, block_n, block_d * kv.k.element_size() // kv.v.element_size()),
         (1, 1, 1, 1, 1, 1),
     )

@@ -49,15 +49,21 @@ INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024, gluon=False)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The attention layer: heads, head size, page size and bytes per element."""
+    """The attention layer: heads, head size, page size and bytes per element.
+
+    ``kv_element_size`` is that of the cache, 1 for fp8; by default as ``element_size``.
+    """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     element_size: int
+    kv_element_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.kv_element_size == 0:
+            object.__setattr__(self, "kv_element_size", self.element_size)
         hq, hkv = self.num_q_heads, self.num_kv_heads
         if hkv < 1 or hq < 1 or hq % hkv:
             raise UnsupportedConfig(
@@ -80,6 +86,11 @@ class Geometry:
         if self.element_size not in (2, 4):
             raise UnsupportedConfig(
                 f"element_size={self.element_size} bytes; accepted: 2 (fp16, bf16) and 4 (fp32)"
+            )
+        if self.kv_element_size not in (1, self.element_size):
+            raise UnsupportedConfig(
+                f"kv_element_size={self.kv_element_size} bytes; accepted: 1 (fp8) and "
+                f"{self.element_size}, the queries'"
             )
 
     @property
@@ -240,6 +251,8 @@ def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
         return f"compute capability {device.arch / 10} (accepted: 9.0)"
     if geometry.element_size != 2:
         return f"{geometry.element_size} bytes an element (accepted: 2)"
+    if geometry.kv_element_size != 2:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
     if geometry.head_dim not in _HOPPER_TILES:
         return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
     if group & (group - 1) or group > HOPPER_ROWS // 2:
@@ -257,6 +270,7 @@ def _hopper_twin(geometry: Geometry) -> Tiles:
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     d, group = geometry.block_d, next_power_of_2(geometry.group_size)
+    fp8 = geometry.kv_element_size == 1
     if geometry.element_size == 4:
         tiles = Tiles(max(64, group), 32, d, num_warps=4, num_stages=2, use_tma=False)
     elif device.arch >= 90 and d <= 128:
@@ -269,7 +283,12 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         if not _tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
-        tiles = Tiles(128, 64, d, num_warps=8, num_stages=2, use_tma=True)
+        # Tiles that are converted on the way lie in registers once.
+        tiles = Tiles(128, 32 if fp8 else 64, d, num_warps=8, num_stages=2, use_tma=True)
+    elif fp8:
+        # Every warp converts the whole tile for itself: few warps, and small tiles for them.
+        warps = 4 if d <= 128 else 8
+        tiles = Tiles(max(64, group), 32, d, num_warps=warps, num_stages=2, use_tma=False)
     elif d <= 128:
         tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
     else:
@@ -282,11 +301,20 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
+    row_bytes = geometry.kv_element_size * d
+    block_n = 64 if row_bytes <= 256 else 32
+    stages = 3
+    if geometry.kv_element_size == 1:
+        # Half the bytes a key: twice the keys a step where a page holds them, else more steps
+        # on the way.
+        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+            block_n = 128
+        else:
+            stages = 4
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16:
+        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
@@ -318,17 +346,23 @@ def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
 
 
 def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
-    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V."""
-    size = geometry.element_size
+    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V.
+
+    A tile of an fp8 cache is staged as it is and may pass once more as operand of a product.
+    """
+    size, kv_size = geometry.element_size, geometry.kv_element_size
     q = tiles.block_m * tiles.block_d * size
     p = tiles.block_m * tiles.block_n * size
-    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * size
-    return q + p + kv
+    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * kv_size
+    converted = 2 * tiles.block_n * tiles.block_d * size if kv_size < size else 0
+    return q + p + kv + converted
 
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    wanted = 2 if tiles.block_n * tiles.block_d >= 64 * 128 else 3
+    # In units of 16 bits; fp32 is not tuned.
+    tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
+    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

@@ -157,7 +157,7 @@ def _kv_row(key: str, label: str, *targets: str, native: bool = False) -> Capabi
     return Capability(
         key, label, lambda r: _kv_kind(r) == key, native=native, targets=targets,
         reason="kv_cache_dtype not supported ({kv_cache_dtype}; tilewise reads "
-        "auto and the model's own dtype)",
+        "auto, the model's own dtype, fp8 and fp8_e5m2)",
     )  # fmt: skip
 
 
@@ -268,8 +268,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "per_head_scales", "per-head scales of an fp8 cache",
-        lambda r: r.use_per_head_quant_scales, "per-head quant scales not supported",
-        targets=("FLASH_ATTN",),
+        lambda r: r.use_per_head_quant_scales, native=True, targets=("FLASH_ATTN",),
     ),
     Capability(
         "head_size_v", "values of another size than keys",
@@ -290,8 +289,8 @@ TABLE: tuple[Capability, ...] = (
         "other_dtype", "other dtypes of a model", lambda r: r.dtype not in DTYPES,
         "dtype not supported ({dtype}; tilewise computes fp16, bf16 and fp32)", targets=(),
     ),
-    _kv_row("kv_fp8", "KV cache in fp8 (e4m3)", *_MAINSTREAM),
-    _kv_row("kv_fp8_e5m2", "KV cache in fp8_e5m2", "FLASHINFER", "TRITON_ATTN"),
+    _kv_row("kv_fp8", "KV cache in fp8 (e4m3)", *_MAINSTREAM, native=True),
+    _kv_row("kv_fp8_e5m2", "KV cache in fp8_e5m2", "FLASHINFER", "TRITON_ATTN", native=True),
     _kv_row("kv_per_token_head", "KV cache with scales per token and head", "TRITON_ATTN"),
     _kv_row("kv_nvfp4", "KV cache in nvfp4", "FLASHINFER"),
     _kv_row("kv_turboquant", "KV cache in turboquant", "TURBOQUANT"),

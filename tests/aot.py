@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from tilewise import policy
-from tilewise.kernels import cache_write, decode, plan, prefill
+from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 DEVICES = {
     80: policy.Device(arch=80, num_sms=108, shared_memory=163 * 1024),
@@ -86,23 +86,35 @@ def _measure(compiled, arch):
     return registers, max(int(a) + int(b) for a, b in spills)
 
 
-def _attention_signature(tiles, dtype, features):
+def kv_format(features):
+    """Format of an fp8 cache among a variant's features; "" without."""
+    return next((f for f in features if f in fp8.FORMATS), "")
+
+
+def _attention_signature(kernel, tiles, dtype, features):
     element = "fp32" if dtype == "fp32" else dtype
+    cache = "u8" if kv_format(features) else element
+    pairs = kernel == "decode" and cache == "u8" and tiles.block_d >= 64
+    k = v = f"*{cache}"
     if tiles.use_tma:
-        kv = f"tensordesc<{element}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
-    else:
-        kv = f"*{element}"
+        k = v = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
+    if pairs:
+        v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
     head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
-    head |= {"k_src": kv, "v_src": kv}
+    head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+    scales = ("k_scale_ptr", "v_scale_ptr")
     optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
-    off = [name for name, _ in FEATURES.values() if name not in optional]
+    optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
+    off = [n for n in (*(n for n, _ in FEATURES.values()), *scales) if n not in optional]
     tail = {"scale_log2": "fp32"} | dict.fromkeys(off, "constexpr") | optional
     tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
     constants = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(off)
+    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants |= {"V_PAIRS": pairs} if kernel == "decode" else {}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -130,7 +142,7 @@ def _aligned(signature):
 def _compile_attention(kernel, config, dtype, arch, middle, features):
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(tiles, dtype, features)
+    head, tail, constants = _attention_signature(kernel, tiles, dtype, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
@@ -173,17 +185,25 @@ def compile_plan(config, arch, max_reqs=1024):
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
-def compile_cache_write(config, dtype, arch):
+def compile_cache_write(config, dtype, arch, features=()):
     """Compile the cache-write kernel of ``config``."""
-    pointers = {f"{n}_ptr": f"*{dtype}" for n in ("k_cache", "v_cache", "key", "value")}
+    cache = "u8" if kv_format(features) else dtype
+    pointers = {"k_cache_ptr": f"*{cache}", "v_cache_ptr": f"*{cache}"}
+    pointers |= {"key_ptr": f"*{dtype}", "value_ptr": f"*{dtype}"}
     strides = [f"stride_{x}_{a}" for x in ("kc", "vc") for a in "phs"]
     strides += ["stride_k_t", "stride_k_h", "stride_v_t", "stride_v_h"]
-    signature = pointers | {"slot_mapping_ptr": "*i64", "num_tokens": "i32"}
+    scales = dict.fromkeys(
+        ("k_scale_ptr", "v_scale_ptr"), "*fp32" if kv_format(features) else "constexpr"
+    )
+    signature = pointers | {"slot_mapping_ptr": "*i64"} | scales | {"num_tokens": "i32"}
     signature |= dict.fromkeys(strides, "i32")
     g = config.geometry
     constants = {
         "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
+        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
     }  # fmt: skip
+    if not kv_format(features):
+        constants |= dict.fromkeys(scales)
     aligned = [*pointers, *strides]
     return _compile(cache_write._write_kv_kernel, signature, constants, aligned, arch, 4)
 
@@ -200,7 +220,7 @@ def resources(kernel, config, dtype, arch, features=()):
     elif kernel == "plan":
         compiled, num_warps = compile_plan(config, arch), 8
     else:
-        compiled, num_warps = compile_cache_write(config, dtype, arch), 4
+        compiled, num_warps = compile_cache_write(config, dtype, arch, features), 4
     registers, spill_bytes = _measure(compiled, arch)
     ptx = compiled.asm["ptx"]
     if config.window:
@@ -212,11 +232,13 @@ def resources(kernel, config, dtype, arch, features=()):
     )  # fmt: skip
 
 
-def configured(dtype, arch, head_dim, page_size, heads=(32, 8), window=0, twin=False):
+def configured(
+    dtype, arch, head_dim, page_size, heads=(32, 8), window=0, kv_size=0, twin=False
+):  # fmt: skip
     """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
-    geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
+    geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype], kv_size)
     device = replace(DEVICES[arch], gluon=twin)
-    return replace(policy.choose(geometry, device), window=window)
+    return policy.choose(geometry, device, window=window)
 
 
 def main():
@@ -232,8 +254,9 @@ def main():
         help="JSON list of [kernel, dtype, arch, head_dim, page_size, feature, ...]",
     )  # fmt: skip
     parser.add_argument(
-        "--features", nargs="*", default=[], help=f"window=N, twin, sqrt, {', '.join(FEATURES)}"
-    )
+        "--features", nargs="*", default=[],
+        help=f"window=N, twin, sqrt, {', '.join((*FEATURES, *fp8.FORMATS[1:]))}",
+    )  # fmt: skip
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
     if args.job:
@@ -242,8 +265,9 @@ def main():
     for kernel, dtype, arch, head_dim, page_size, *features in variants:
         features = features or args.features
         windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
+        kv_size = 1 if kv_format(features) else 0
         twin = "twin" in features
-        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows), twin)
+        config = configured(dtype, arch, head_dim, page_size, heads, sum(windows), kv_size, twin)
         features = [f for f in features if f != "twin" and not f.startswith("window=")]
         print(json.dumps(asdict(resources(kernel, config, dtype, arch, features))), flush=True)
 

@@ -23,8 +23,9 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DECODE_PROGRAMS = {80: 2, 89: 1, 90: 2, 100: 2}
 ATTENTION = ("prefill", "decode")
 QUICK = [
-    *((k, "bf16", arch, d, page) for k in ATTENTION for arch in (80, 90, 100)
-      for d in (64, 128, 256) for page in (64, 16)),
+    *((k, "bf16", arch, d, page) for k in ATTENTION
+      for arch, page in ((80, 64), (80, 16), (90, 64), (90, 16), (100, 64))
+      for d in (64, 128, 256)),
     *((k, t, arch, d, 64) for k in ATTENTION
       for t, arch, d in (("bf16", 90, 96), ("fp32", 90, 64), ("bf16", 89, 128))),
     ("decode", "fp16", 90, 128, 64),
@@ -35,8 +36,13 @@ QUICK = [
     ("decode", "bf16", 90, 64, 64, "window=128", "sinks"),
     ("prefill", "bf16", 90, 256, 64, "window=4096", "softcap"),
     ("decode", "bf16", 80, 128, 16, "window=300", "sinks", "softcap", "alibi", "sqrt"),
+    # fp8 caches, by instruction and by arithmetic.
+    *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
+    ("decode", "bf16", 90, 128, 16, "e4m3"),
+    *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
 ]  # fmt: skip
-OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90, 100)]
+OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
+OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
 assert len(QUICK) + len(OLD) <= 60, "keep `make test` quick; more variants belong into FULL"
 FULL = [
     (k, t, arch, d, page)
@@ -62,6 +68,24 @@ FULL += [
     for features in COMBINATIONS
 ]
 FULL += [("prefill", "bf16", 90, d, 64, "twin") for d in (64, 128, 256)]
+FULL += [
+    (k, "bf16", arch, d, page, f)
+    for k in ATTENTION
+    for arch, f in (
+        (80, "e4m3_bits"), (80, "e5m2_bits"), (89, "e4m3"), (90, "e4m3"), (90, "e5m2"),
+        (100, "e4m3"),
+    )
+    for d in (64, 72, 128, 256)
+    for page in (16, 64)
+]  # fmt: skip
+FULL += [("decode", "fp16", 90, d, 128, "e4m3") for d in (64, 128)]
+FULL += [
+    (k, "bf16", 90, d, 64, "e4m3", *features)
+    for k in ATTENTION
+    for d in (64, 128)
+    for features in COMBINATIONS
+]
+FULL += [("cache_write", t, 100, 128, 64, "e4m3") for t in ("bf16", "fp16", "fp32")]
 FULL += [("plan", "bf16", arch, 128, 64, "window=128") for arch in (80, 90, 100)]
 
 
@@ -81,7 +105,9 @@ def compile_variants(variants, tmp_path_factory, old_triton=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONSAFEPATH"] = "1"
     if old_triton:
-        env["PYTHONPATH"] = str(OLD_TRITON)
+        # Before what is there: the checkout may be on the path by this variable.
+        paths = [str(OLD_TRITON), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
     kernels = sorted((ROOT / "kernels").glob("*.py"))
     sources = [*kernels, ROOT / "plugin/policy.py", TESTS / "aot.py"]

@@ -189,8 +189,12 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
         tiles = Tiles(128, 64, d, num_warps=8, num_stages=2, use_tma=True)
+        if _divides_per_row(tiles, geometry):
+            tiles = replace(tiles, block_n=32, num_stages=3)
     elif d <= 128:
         tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
+        if _divides_per_row(tiles, geometry):
+            tiles = replace(tiles, num_warps=8)
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
@@ -218,6 +222,12 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
 def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     """Whether one key tile lies inside one page, on a device with the copy engine."""
     return device.arch >= 90 and geometry.page_size % tiles.block_n == 0
+
+
+def _divides_per_row(tiles: Tiles, geometry: Geometry) -> bool:
+    """Whether every key looks up its page by a real division; it costs registers, a shift none."""
+    page = geometry.page_size
+    return page % tiles.block_n != 0 and page != next_power_of_2(page)
 
 
 def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:

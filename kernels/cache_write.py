@@ -5,7 +5,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
+# Micro-batches and cache groups slice the slot mapping anywhere.
+_VARYING = ["num_tokens", "slot_mapping_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_VARYING)
 def _write_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,

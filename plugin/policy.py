@@ -231,13 +231,16 @@ def _divides_per_row(tiles: Tiles, geometry: Geometry) -> bool:
 
 
 def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
-    """Give up pipeline stages, then keys a step, until the tiles fit into shared memory."""
+    """Give up pipeline stages, then keys a step, then rows, until shared memory suffices."""
+    fewest_rows = max(16, next_power_of_2(geometry.group_size))
     while shared_memory(tiles, geometry) > device.shared_memory:
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
             tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+        elif tiles.block_m > fewest_rows:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
         else:
             raise UnsupportedConfig(
                 f"head_dim={geometry.head_dim} needs {shared_memory(tiles, geometry)} bytes of "

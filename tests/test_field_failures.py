@@ -48,18 +48,20 @@ def attend(batch, device, **overrides):
     return out[: batch.num_tokens], lse[: batch.num_tokens]
 
 
-def stretched(x, axis, device):
-    """A copy of ``x`` whose last index along ``axis`` lies 2**31 elements or more from the first.
+def stretched(x, axis, device, far=None):
+    """A copy of ``x`` whose index ``far`` along ``axis`` lies 2**31 elements from the first.
 
-    What lies between is memory that nobody touches, so on a CPU it costs addresses alone.
+    By default the last.  What lies between is memory that nobody touches, so on a CPU it costs
+    addresses alone.
     """
+    far = x.shape[axis] - 1 if far is None else far
     strides = list(torch.empty(x.shape, device="meta").stride())
-    strides[axis] = -(-(2**31) // (x.shape[axis] - 1) // 8) * 8
+    strides[axis] = -(-(2**31) // far // 8) * 8
     size = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 2.2 * size * x.element_size():
         pytest.skip(f"needs {size * x.element_size()} bytes of GPU memory, twice")
     view = torch.empty(size, dtype=x.dtype, device=device).as_strided(x.shape, strides)
-    assert (x.shape[axis] - 1) * view.stride(axis) >= 2**31
+    assert far * view.stride(axis) >= 2**31
     return view.copy_(x)
 
 
@@ -94,12 +96,13 @@ def test_a2_odd_pages_beyond_int32(device):
 @pytest.mark.parametrize("wide", ["q", "out"])
 def test_a3_rows_beyond_int32(wide, device):
     """Queries or outputs whose last rows lie 2**31 elements into the tensor."""
-    case = Case(((90, 0), (1, 30), (70, 5), (3, 60)), dtype=FP16, head_dim=16)
+    case = Case(((90, 0), (1, 30), (200, 5), (40, 9), (3, 60)), dtype=FP16, head_dim=16)
     batch = make_batch(case, device)
     attn = make_attention(case, device)
     plan_batch(attn, batch)
     tensors = {"q": batch.q, "out": torch.full_like(batch.q, 7.0)}
-    tensors[wide] = stretched(tensors[wide], 0, device)
+    # Tiles of both kernels begin beyond it, and one lies across.
+    tensors[wide] = stretched(tensors[wide], 0, device, far=280)
     attn.run(tensors["q"], batch.kv_cache, out=tensors["out"])
     check(batch, tensors["out"])
     assert (tensors["out"][batch.num_tokens :] == 7.0).all()
@@ -480,7 +483,7 @@ def test_d22_workspace_suffices_for_the_worst_batch(device):
 
 
 def seen_keys(case, device):
-    """For one decoded token: which keys weigh anything, from values that name their keys."""
+    """For one decoded token: which keys are seen, from values that name them, and how many."""
     batch = make_batch(case, device)
     (seq_len,) = batch.lens
     batch.q.zero_()  # all visible keys weigh alike
@@ -492,19 +495,20 @@ def seen_keys(case, device):
         for key in range(first // case.page_size * case.page_size, seq_len):
             page = batch.block_table[0, key // case.page_size]
             batch.kv_cache[page, :, key % case.page_size] = float(key == n)
-        out, _ = attend(batch, device)
+        out, lse = attend(batch, device)
         seen[n] = bool((out != 0).any())
-    return seen
+    return seen, lse.exp().item()
 
 
 @pytest.mark.parametrize("seq_len", [4095, 4096, 4097, 5000])
 def test_f1_the_oldest_key_of_a_window(seq_len, device):
     """At 5,000 tokens a window of 4,096 begins with key 904: 903 counts for nothing."""
     case = Case(((1, seq_len - 1),), 1, 1, head_dim=16, window=4096, page_size=64)
-    seen = seen_keys(case, device)
+    seen, count = seen_keys(case, device)
     first = max(seq_len - 4096, 0)
     assert seen[[first, first + 1, seq_len - 1]].all()
     assert not seen[:first].any()
+    assert count == pytest.approx(min(seq_len, 4096), rel=1e-5)
 
 
 def test_f5_a_prefix_hit_beside_a_cold_request(device):

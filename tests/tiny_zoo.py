@@ -96,6 +96,17 @@ ZOO = {
         },
         (WINDOW, None), sinks=True,
     ),
+    # States beside attention: one pool of pages for both, whose size no power of two divides.
+    "granite_hybrid": Shape(
+        "GraniteMoeHybridConfig",
+        DECODER | {
+            "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 256,
+            "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1,
+            "mamba_chunk_size": 64, "position_embedding_type": "rope",
+        },
+        (None,),
+    ),
     "bloom": Shape("BloomConfig", COMMON | {"hidden_size": 128, "n_layer": 2, "n_head": 4},
                    (None, None), alibi=True),
 }  # fmt: skip

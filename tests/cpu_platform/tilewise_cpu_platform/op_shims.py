@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from tilewise_cpu_platform import mamba_shims
+
 # Registrations live as long as their library object.
 _library: torch.library.Library | None = None
 
@@ -91,6 +93,7 @@ _SHIMS: dict[str, Callable[..., object]] = {
     "cpu_fused_moe(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? w13_bias, "
     "Tensor? w2_bias, Tensor topk_weights, Tensor topk_ids, bool skip_weighted, str activation, "
     "str isa) -> ()": _fused_moe,
+    **mamba_shims.SHIMS,
 }
 
 

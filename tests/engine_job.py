@@ -12,7 +12,7 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added) and
 ``seconds``; and for the engine ``block_size``, ``backend``, ``runner`` and ``preemptions``, and
-``layers``: window, soft cap, sinks and ALiBi of each of our layers.
+``layers``: page size, window, soft cap, sinks and ALiBi of each of our layers.
 """
 
 from __future__ import annotations
@@ -142,15 +142,17 @@ def describe_engine(llm) -> dict:
     described["runner"] = "v2" if "vllm.v1.worker.gpu.model_runner" in modules else "v1"
     described["impls"] = sorted({type(layer.impl).__name__ for layer in layers.values()})
     described["backends"] = sorted({layer.attn_backend.__name__ for layer in layers.values()})
-    described["layers"] = [describe_layer(layer.impl) for layer in layers.values()]
+    described["layers"] = [describe_layer(layer) for layer in layers.values()]
     return described
 
 
-def describe_layer(impl) -> dict:
+def describe_layer(layer) -> dict:
     """What one layer of ours computes besides plain attention; nothing of others' layers."""
+    impl = layer.impl
     if type(impl).__name__ != "TilewiseImpl":
         return {}
     return {
+        "page_size": layer.kv_cache.shape[2],
         "window": impl.window,
         "soft_cap": impl.soft_cap,
         "sinks": impl.sinks is not None,

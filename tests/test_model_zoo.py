@@ -38,13 +38,14 @@ def test_tokens_equal_hugging_face(name, tmp_path, device):
     sabotage = "plain" if shape.has_features else "zeros"
     job = {
         "model": str(model),
-        "engine": {**SMALL_ENGINE, "dtype": "float32"},
+        "engine": {**SMALL_ENGINE, "dtype": "float32", "block_size": shape.block_size},
         "rounds": [good, {**good, "sabotage": sabotage}],
     }
     result = run_job(tmp_path, job)
     assert result["impls"] == ["TilewiseImpl"]
     assert [layer["window"] for layer in result["layers"]] == list(shape.windows)
     for layer in result["layers"]:
+        assert layer["page_size"] == shape.page_size
         assert layer["soft_cap"] == shape.soft_cap
         assert layer["sinks"] is shape.sinks
         assert layer["alibi"] is shape.alibi

@@ -45,6 +45,8 @@ class Shape:
     soft_cap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    block_size: int | None = None  # of the engine's options
+    page_size: int = 64  # what comes of it
     # Gemma multiplies embeddings by a root of their size and reads tokens off them again: drawn
     # wide, they would repeat the last token whatever attention does.
     embedding: float = 0.3
@@ -102,10 +104,10 @@ ZOO = {
         DECODER | {
             "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
             "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 256,
-            "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1,
+            "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1,
             "mamba_chunk_size": 64, "position_embedding_type": "rope",
         },
-        (None,),
+        (None,), block_size=16, page_size=144,
     ),
     "bloom": Shape("BloomConfig", COMMON | {"hidden_size": 128, "n_layer": 2, "n_head": 4},
                    (None, None), alibi=True),

@@ -47,6 +47,7 @@ class Shape:
     alibi: bool = False
     block_size: int | None = None  # of the engine's options
     page_size: int = 64  # what comes of it
+    has_prefix_cache: bool = True  # unless vLLM switches it off for the family
     # Gemma multiplies embeddings by a root of their size and reads tokens off them again: drawn
     # wide, they would repeat the last token whatever attention does.
     embedding: float = 0.3
@@ -64,6 +65,9 @@ def kinds(*letters: str) -> list[str]:
 
 ZOO = {
     "llama3": Shape("LlamaConfig", DECODER | {"rope_parameters": LLAMA3_ROPE}, (None, None)),
+    "mistral": Shape(
+        "MistralConfig", DECODER | {"sliding_window": WINDOW}, (WINDOW, WINDOW)
+    ),
     "qwen3": Shape("Qwen3Config", DECODER | {"head_dim": 64}, (None, None)),
     # D 96, queries, keys and values in one projection
     "phi3": Shape(
@@ -107,7 +111,7 @@ ZOO = {
             "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1,
             "mamba_chunk_size": 64, "position_embedding_type": "rope",
         },
-        (None,), block_size=16, page_size=144,
+        (None,), block_size=16, page_size=144, has_prefix_cache=False,
     ),
     "bloom": Shape("BloomConfig", COMMON | {"hidden_size": 128, "n_layer": 2, "n_head": 4},
                    (None, None), alibi=True),

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 # Micro-batches and cache groups slice the slot mapping anywhere.
 _VARYING = ["num_tokens", "slot_mapping_ptr"]
 

@@ -253,7 +253,20 @@ class ServerRun:
             row[name] = figures.get(name)
         if figures.get("failed") or figures.get("completed") != workload.num_prompts:
             row["error"] = f"{figures.get('completed')} of {workload.num_prompts} completed"
+        elif wrong := _wrong_lengths(workload, figures):
+            row["error"] = wrong
         return row
+
+
+def _wrong_lengths(workload: Workload, figures: dict[str, Any]) -> str | None:
+    """Say which total is not what the workload asks for; lengths that vary have none to check."""
+    if workload.range_ratio:
+        return None
+    for kind, length in (("input", workload.input_len), ("output", workload.output_len)):
+        wanted, got = workload.num_prompts * length, figures.get(f"total_{kind}_tokens")
+        if got != wanted:
+            return f"{got} {kind} tokens in all, {wanted} were asked for"
+    return None
 
 
 def _line(row: report.Row) -> str:

@@ -8,9 +8,11 @@ from tilewise.kernels.fp8 import FORMATS, encode_fp8
 from tilewise.kernels.launch import KvCache, Launcher
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# Micro-batches and cache groups slice the slot mapping anywhere.
+_VARYING = ["num_tokens", "slot_mapping_ptr"]
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_VARYING)
 def _write_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,

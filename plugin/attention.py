@@ -492,6 +492,14 @@ class PagedAttention:
                 f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
                 f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
             )
+        # The kernels add 32-bit offsets inside a tile to the tile's 64-bit address.
+        tokens = max(self.config.prefill_block_q, policy.DECODE_MAX_QUERY_LEN)
+        reach = (tokens - 1) * x.stride(0) + (g.group_size - 1) * x.stride(1) + g.head_dim
+        if reach >= 2**31:
+            raise PlanMismatch(
+                f"{name} has strides {x.stride()}; accepted: {tokens} tokens of {g.group_size} "
+                f"heads within 2**31 elements, these span {reach}"
+            )
         self._check_dtype(name, x)
 
     def _check_cache(

@@ -285,12 +285,16 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     elif device.arch >= 90:
         # Tiles that are converted on the way lie in registers once.
         tiles = Tiles(128, 32 if fp8 else 64, d, num_warps=8, num_stages=2, use_tma=True)
+        if _divides_per_row(tiles, geometry) and not fp8:
+            tiles = replace(tiles, block_n=32, num_stages=3)
     elif fp8:
         # Every warp converts the whole tile for itself: few warps, and small tiles for them.
         warps = 4 if d <= 128 else 8
         tiles = Tiles(max(64, group), 32, d, num_warps=warps, num_stages=2, use_tma=False)
     elif d <= 128:
         tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
+        if _divides_per_row(tiles, geometry):
+            tiles = replace(tiles, num_warps=8)
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
@@ -329,14 +333,23 @@ def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     return device.arch >= 90 and geometry.page_size % tiles.block_n == 0
 
 
+def _divides_per_row(tiles: Tiles, geometry: Geometry) -> bool:
+    """Whether every key looks up its page by a real division; it costs registers, a shift none."""
+    page = geometry.page_size
+    return page % tiles.block_n != 0 and page != next_power_of_2(page)
+
+
 def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
-    """Give up pipeline stages, then keys a step, until the tiles fit into shared memory."""
+    """Give up pipeline stages, then keys a step, then rows, until shared memory suffices."""
+    fewest_rows = max(16, next_power_of_2(geometry.group_size))
     while shared_memory(tiles, geometry) > device.shared_memory:
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
             tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+        elif tiles.block_m > fewest_rows:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
         else:
             raise UnsupportedConfig(
                 f"head_dim={geometry.head_dim} needs {shared_memory(tiles, geometry)} bytes of "

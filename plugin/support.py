@@ -209,27 +209,27 @@ TABLE: tuple[Capability, ...] = (
     # -- features of a layer -------------------------------------------------------------------
     Capability(
         "sliding_window", "sliding window", lambda r: r.has_sliding_window,
-        "sliding window not supported", targets=(*_MAINSTREAM, "FLEX_ATTENTION"),
+        "sliding window not supported", native=True, targets=(*_MAINSTREAM, "FLEX_ATTENTION"),
     ),
     Capability(
         "sinks", "attention sinks", lambda r: r.has_sink,
-        "attention sinks not supported", targets=_MAINSTREAM,
+        "attention sinks not supported", native=True, targets=_MAINSTREAM,
         note="FLASHINFER only where vLLM finds its XQA or trtllm kernels; FLEX_ATTENTION has none",
     ),
     Capability(
         "soft_cap", "logits soft cap", lambda r: bool(r.soft_cap),
-        "logits soft cap not supported ({soft_cap})", targets=_FLASH_OR_TRITON,
+        "logits soft cap not supported ({soft_cap})", native=True, targets=_FLASH_OR_TRITON,
         note="FLASHINFER's XQA decode ignores it",
     ),
     Capability(
         "alibi", "ALiBi", lambda r: r.alibi and not r.alibi_sqrt,
-        "ALiBi slopes not supported", targets=("TRITON_ATTN",),
+        "ALiBi slopes not supported", native=True, targets=("TRITON_ATTN",),
         note="FLASHINFER ignores the slopes; FLASH_ATTN needs its version 2, which a Hopper "
         "build may lack",
     ),
     Capability(
         "alibi_sqrt", "ALiBi with square roots", lambda r: r.alibi_sqrt,
-        "ALiBi with square roots not supported", targets=("TRITON_ATTN",),
+        "ALiBi with square roots not supported", native=True, targets=("TRITON_ATTN",),
     ),
     Capability(
         "chunk_lookback", "chunked attention with lookback", lambda r: r.chunk_lookback > -1,

@@ -407,7 +407,8 @@ def fake_job(tmp_path: Path, monkeypatch, server: str, client: str) -> serve.Ser
 
 def test_serve_collects_the_clients_figures(tmp_path: Path, monkeypatch):
     figures = {
-        "completed": 128, "failed": 0, "request_throughput": 25.8, "output_throughput": 3300.0,
+        "completed": 128, "failed": 0, "total_input_tokens": 131072, "total_output_tokens": 16384,
+        "request_throughput": 25.8, "output_throughput": 3300.0,
         "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "p50_tpot_ms": 3.0, "p99_tpot_ms": 4.0,
     }  # fmt: skip
     client = f"""

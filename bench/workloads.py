@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 VOCAB_SIZE = 128256
@@ -41,6 +42,20 @@ class Workload:
     def longest(self) -> int:
         """Upper bound of prompt plus answer, in tokens."""
         return int((self.input_len + self.output_len) * (1 + self.range_ratio)) + 2
+
+    def at_concurrency(self, concurrency: int) -> Workload:
+        """Return the same lengths with another number of requests at a time, named after it.
+
+        The requests in all keep their ratio to those at a time, but are at least eight.
+        """
+        waves = max(1, round(self.num_prompts / self.concurrency))
+        stem = re.sub(r"_c\d+$", "", self.name)
+        return replace(
+            self,
+            name=f"{stem}_c{concurrency}",
+            concurrency=concurrency,
+            num_prompts=max(8, waves * concurrency),
+        )
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -152,8 +167,10 @@ def server_command(
     ]  # fmt: skip
 
 
-def client_arguments(workload: Workload, model: Path, port: int, result: Path) -> list[str]:
-    """Return the arguments of ``vllm bench serve`` for one workload."""
+def client_arguments(
+    workload: Workload, model: Path, port: int, result: Path, seed: int = 0
+) -> list[str]:
+    """Return the arguments of ``vllm bench serve`` for one workload; `seed` draws the prompts."""
     return [
         "bench", "serve",
         "--backend", "openai",
@@ -173,9 +190,9 @@ def client_arguments(workload: Workload, model: Path, port: int, result: Path) -
         "--request-rate", "inf",
         "--ignore-eos",
         "--temperature", "0",
-        "--seed", "0",
+        "--seed", str(seed),
         "--percentile-metrics", "ttft,tpot,itl,e2el",
-        "--metric-percentiles", "50,99",
+        "--metric-percentiles", "50,90,99",
         "--disable-tqdm",
         "--save-result",
         "--result-dir", str(result.parent),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 # In SVG replaced by the colour of the page's text, so that one figure suits light and dark.
-INK = "#123456"
+INK = "#20252c"
 COLOURS = {
     "tilewise": "#d9622b", "tilewise_p16": "#eda77f", "tilewise_hopper": "#a8431a",
     "fa3": "#3a86c8", "fa3_best": "#7db4df", "flashinfer": "#2a9d73", "triton_attn": "#b36bb0",

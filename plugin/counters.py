@@ -52,7 +52,8 @@ METRICS = {
     "kv_splits": Metric(
         "histogram", "tilewise_kv_splits",
         "Workers that share one decode request's keys of a KV head, estimated for the first "
-        "requests of some steps: the first, second, fourth and so on, then every 256th.", (), (1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "requests of some steps: the first, second, fourth and so on, then every 256th.", (),
+        (1, 2, 4, 8, 16, 32, 64, 128, 256),
     ),
     "build_info": Metric(
         "gauge", "tilewise_build_info", "Always 1; its labels are the versions that run.",

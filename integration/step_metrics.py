@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SAMPLE_EVERY = 256
 SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
+PATHS = ("decode", "prefill", "mixed")
+KERNELS = ("plan", "prefill", "decode", "cache_write")
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.
 _BEFORE_SERVING = frozenset(
@@ -50,8 +52,14 @@ class StepMetrics:
         self._mode: str | None = None
         self._pending = False
         self._decode_steps = 0
+        # Counters that exist before they move, or Prometheus would not see the first events.
         for mode in GRAPH_MODES:
             counters.add("graph_steps", 0, mode=mode)
+        for path in PATHS:
+            counters.add("steps", 0, path=path)
+            counters.add("tokens", 0, path=path)
+        for kernel in KERNELS:
+            counters.add("launches", 0, kernel=kernel)
 
     def planned(self, plan: Plan, batch: CommonAttentionMetadata) -> None:
         """Count a step, and what became of the one before it."""

@@ -105,10 +105,11 @@ def totals() -> list[tuple[str, Labels, int]]:
 
 
 def snapshot() -> dict[str, int]:
-    """Return all counters as ``{"launches{kernel=prefill}": 12, ...}``."""
+    """Return the counters that are not 0 as ``{"launches{kernel=prefill}": 12, ...}``."""
     return {
         name + ("{" + ",".join(f"{k}={v}" for k, v in labels) + "}" if labels else ""): n
         for (name, labels), n in sorted(_counts.items())
+        if n
     }
 
 

@@ -12,8 +12,8 @@ BEGIN, END = "<!-- metrics:begin -->", "<!-- metrics:end -->"
 LABELS = {
     "engine": "number of the engine (data parallel rank), on every metric",
     "rank": "number of the worker within its engine, on every metric",
-    "path": "`decode`: every request of the step brings at most 16 new tokens; `prefill`: every one "
-    "brings more; `mixed`: both may be there",
+    "path": "`decode`: every request of the step brings at most 16 new tokens; `prefill`: every "
+    "one brings more; `mixed`: both may be there",
     "kernel": "`plan` (once a step), `prefill`, `decode`, `cache_write` (once a layer)",
     "reason": "the feature that tilewise does not compute",
     "target": "the backend of vLLM that computes the layer",

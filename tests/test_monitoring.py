@@ -27,7 +27,9 @@ def test_the_dashboard_asks_for_metrics_that_exist():
 
 def test_every_metric_has_a_panel():
     asked = " ".join(expressions())
-    missing = [m.name for m in METRICS.values() if not re.search(rf"{m.name}(_total|_bucket)?\{{", asked)]
+    missing = [
+        m.name for m in METRICS.values() if not re.search(rf"{m.name}(_total|_bucket)?\{{", asked)
+    ]
     assert missing == []
 
 

@@ -138,6 +138,8 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
         wait_until_up(url, server, log)
         if prometheus_server.BINARY is not None:
             prometheus = prometheus_server.Prometheus(folder, port)
+            # `rate` needs a sample from before the traffic.
+            prometheus.wait_for("tilewise_build_info", 1)
         at_start = settled_metrics(f"{url}/metrics")
         asked = {
             "model": "tiny", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
@@ -338,12 +340,13 @@ DASHBOARD = json.loads(
 )
 TARGETS = [
     pytest.param(
-        target["expr"], id=f"{panel['title']} {target['refId']}",
+        target["expr"],
+        id=f"{panel['title']} {target['refId']}",
         marks=pytest.mark.skipif(
             "self_check" in target["expr"] and "self_checks" not in METRICS,
             reason="no self-check is counted here",
         ),
-    )  # fmt: skip
+    )
     for panel in DASHBOARD["panels"]
     for target in panel["targets"]
 ]
@@ -371,10 +374,12 @@ def test_prometheus_agrees_with_the_traffic(served):
     watched = served.watched
     (steps,) = watched.prometheus.query("sum(tilewise_steps_total)", watched.at)
     assert steps[1] == metric(served.metrics, "tilewise_steps_total")
-    (grew,) = watched.prometheus.query(
-        "sum(tilewise_tokens_total) - sum(min_over_time(tilewise_tokens_total[30m]))", watched.at
-    )
-    assert grew[1] > 0
+    for name in ("tokens", "steps", "kernel_launches"):
+        metric_name = f"tilewise_{name}_total"
+        (grew,) = watched.prometheus.query(
+            f"sum({metric_name}) - sum(min_over_time({metric_name}[30m]))", watched.at
+        )
+        assert grew[1] == moved(served.metrics_at_start, served.metrics, metric_name) > 0
     (up,) = watched.prometheus.query("min_over_time(up[30m])", watched.at)
     assert up[1] == 1, "a scrape failed"
 

@@ -66,6 +66,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("s_8k_1k_c8", 8192, 1024, 16, 8),
         Workload("s_8k_1k_c64", 8192, 1024, 64, 64),
         Workload("s_ragged_c32", 4096, 256, 128, 32, 0.9),
+        # To try the command, on a small model or without a GPU.
+        Workload("s_try_c2", 24, 4, 4, 2),
     )
 }
 

@@ -102,6 +102,7 @@ def test_workloads_are_the_named_ones():
         "s_8k_1k_c8": (8192, 1024, 16, 8, 0.0),
         "s_8k_1k_c64": (8192, 1024, 64, 64, 0.0),
         "s_ragged_c32": (4096, 256, 128, 32, 0.9),
+        "s_try_c2": (24, 4, 4, 2, 0.0),
     }
     assert workloads.WORKLOADS["s_ragged_c32"].longest >= (4096 + 256) * 1.9
 

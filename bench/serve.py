@@ -186,14 +186,15 @@ class Session:
         total = sum(map(len, self.groups))
         if self.skipped:
             print(f"{self.skipped} turns are done already, {total} to go", flush=True)
-        done, began = 0, time.monotonic()
+        done, spent = 0, 0.0
         for number, turns in enumerate(self.groups):
             jobs = self.jobs(turns, f"{env['date']}#{number}")
             with self._servers(jobs, monitor) as servers:
                 for turn in turns:
+                    began = time.monotonic()
                     row = servers[turn.backend].measure()
-                    done += 1
-                    left = (time.monotonic() - began) / done * (total - done)
+                    done, spent = done + 1, spent + time.monotonic() - began
+                    left = spent / done * (total - done)
                     print(f"[{done}/{total}] {_line(row)}; {_minutes(left)}", flush=True)
                     env["clocks"] = monitor.summary()
                     self.file.add(env, row)
@@ -229,6 +230,7 @@ def _plain(value: Any) -> Any:
 
 
 def _minutes(seconds: float) -> str:
+    """Return what is left to measure, in words; servers that are yet to start come on top."""
     return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 

@@ -23,6 +23,9 @@ OUR_VARIANTS = ("tilewise", "tilewise_p16", "tilewise_hopper", "TILEWISE", "CUST
 CONFIDENCE = 0.95
 RESAMPLES = 9999
 RUNS_FOR_AN_INTERVAL = 3
+# Fewer pairs say nothing for sure: the interval of n pairs is at most their range, which leaves the
+# truth out with a chance of 2 ** (1 - n), 1 in 4 for three pairs and 1 in 32 for six.
+RUNS_FOR_A_VERDICT = 6
 
 # Field of a row, its name, its unit, and whether more is better.
 SERVE_METRICS: dict[str, tuple[str, str, bool]] = {

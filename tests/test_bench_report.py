@@ -15,7 +15,16 @@ import browser
 import pytest
 
 from tilewise.bench import html as report_html
-from tilewise.bench import html_parts, plots, publish, report, serve_plan, summary, workloads
+from tilewise.bench import (
+    html_parts,
+    html_serve,
+    plots,
+    publish,
+    report,
+    serve_plan,
+    summary,
+    workloads,
+)
 from tilewise.bench.report import write_pages
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
@@ -207,6 +216,17 @@ def test_servers_that_did_not_stand_together_are_not_called_interleaved():
         ("FLASH_ATTN", True), ("STRANGER", False)
     }  # fmt: skip
     assert not any(r["interleaved"] for r in summary.serve_summary(load("serve"))["ratios"])
+
+
+def test_few_pairs_give_no_verdict():
+    entry = {"ratio": 0.8, "low": 0.7, "high": 0.9, "pairs": 3}
+    verdicts = {
+        n: html_serve._verdict({**entry, "pairs": n}) for n in (3, summary.RUNS_FOR_A_VERDICT)
+    }
+    assert verdicts == {3: "", 6: "bad"}
+    assert html_serve._verdict({**entry, "high": 1.1, "pairs": 9}) == ""
+    assert html_serve._verdict({**entry, "low": 1.1, "high": 1.3, "pairs": 9}) == "good"
+    assert html_serve._verdict({**entry, "low": None, "high": None, "pairs": 1}) == ""
 
 
 def test_paired_ratio_by_hand():

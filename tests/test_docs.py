@@ -100,7 +100,8 @@ def test_messages_that_troubleshooting_quotes_are_ours():
     messages = [
         text
         for text in quoted
-        if " " in text and not re.match(r"(-|tilewise bench|python|vllm |pip |attention_config)", text)
+        if " " in text
+        and not re.match(r"(-|tilewise bench|python|vllm |pip |attention_config)", text)
     ]
     assert len(messages) >= 10
     for text in messages:

@@ -34,9 +34,9 @@ RATIO_METHOD = (
     f"Runs of the same number are a pair: the same prompts, one server after the other. The ratio "
     f"is the geometric mean over pairs, above 1 where ours is better; the interval is the "
     f"{CONFIDENCE:.0%} percentile bootstrap over pairs ({RESAMPLES:,} resamples) and needs "
-    f"{RUNS_FOR_AN_INTERVAL} of them. Of three pairs it is about their range, which leaves the truth "
-    f"out one time in four; from {RUNS_FOR_A_VERDICT} pairs on, ratios whose interval leaves 1 out are "
-    f"coloured. "
+    f"{RUNS_FOR_AN_INTERVAL} of them. Of three pairs it is about their range, which leaves the "
+    f"truth out one time in four; from {RUNS_FOR_A_VERDICT} pairs on, ratios whose interval leaves "
+    f"1 out are coloured. "
     f"Interleaved: both servers stood on the GPU together and were measured in turn."
 )
 

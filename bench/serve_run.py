@@ -11,10 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tilewise.bench import report, workloads
 from tilewise.bench.gpu import GpuMonitor
@@ -134,6 +134,17 @@ def read_counters(port: int) -> dict[str, float]:
     return found
 
 
+def wrong_totals(workload: Workload, figures: Mapping[str, Any]) -> str | None:
+    """Say which total of tokens is not the workload's; None if all are, or lengths vary."""
+    if workload.range_ratio:
+        return None
+    for kind, length in (("input", workload.input_len), ("output", workload.output_len)):
+        wanted, found = workload.num_prompts * length, figures.get(f"total_{kind}_tokens")
+        if found != wanted:
+            return f"{found} {kind} tokens in all; the workload has {wanted}"
+    return None
+
+
 class ServerRun:
     """One server with its client: `start`, `wait_up`, `measure` for each turn, `stop`.
 
@@ -250,4 +261,6 @@ class ServerRun:
             row[name] = figures.get(name)
         if figures.get("failed") or figures.get("completed") != workload.num_prompts:
             row["error"] = f"{figures.get('completed')} of {workload.num_prompts} completed"
+        elif wrong := wrong_totals(workload, figures):
+            row["error"] = wrong
         return row

@@ -138,7 +138,12 @@ for index, (name, arguments) in enumerate(job["commands"]):
         time.sleep(0.02)
     file = arguments[arguments.index("--result-filename") + 1]
     figures = dict({figures!r})
-    figures["completed"] = int(arguments[arguments.index("--num-prompts") + 1]) - figures["failed"]
+    def asked(option):
+        return int(arguments[arguments.index(option) + 1])
+    figures["completed"] = asked("--num-prompts") - figures["failed"]
+    for kind in ("input", "output"):
+        total = asked("--num-prompts") * asked(f"--random-{{kind}}-len")
+        figures.setdefault(f"total_{{kind}}_tokens", total)
     (here / file).write_text(json.dumps(figures))
     with open(job["status"], "a") as status:
         status.write(json.dumps({{"name": name, "code": {code}}}) + "\\n")
@@ -290,6 +295,17 @@ def test_requests_that_failed_void_the_run(tmp_path: Path, scripts):
     rows = json.loads((tmp_path / "serve.json").read_text())["rows"]
     assert [row["error"] for row in rows] == ["125 of 128 completed", "13 of 16 completed"]
     assert rows[0]["request_throughput"] == 25.8
+
+
+def test_totals_other_than_asked_for_void_the_run(tmp_path: Path, scripts):
+    """A server that cuts prompts or answers short would look fast."""
+    scripts["A"] = (SLEEP, client_script(tmp_path, "A", {**FIGURES, "total_output_tokens": 16384}))
+    assert serve.main(command(tmp_path, "--backends", "A", "--runs", "1")) == serve.EXIT_FAILED
+    first, second = json.loads((tmp_path / "serve.json").read_text())["rows"]
+    assert "error" not in first  # 128 requests of 128 tokens
+    assert second["error"].startswith("16384 output tokens in all; the workload has ")
+    ragged = workloads.WORKLOADS["s_ragged_c32"]
+    assert serve_run.wrong_totals(ragged, {"total_input_tokens": 1}) is None
 
 
 def test_prefix_cache_hits_void_the_run(tmp_path: Path, scripts, monkeypatch):

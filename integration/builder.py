@@ -48,8 +48,8 @@ class TilewiseMetadata:
     slot_mapping: torch.Tensor
     attn: PagedAttention
     plan: Plan
-    steps: StepMetrics
     causal: bool = True
+    steps: StepMetrics | None = None
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):

@@ -20,7 +20,7 @@ from tilewise.bench.publish import HEADINGS
 from tilewise.bench.summary import kernel_summary
 
 METHOD = (
-    "Every provider computes the same inputs and passes a comparison with fp32 torch before it is "
+    "Every provider computes the same inputs and passes a comparison with fp64 torch before it is "
     "timed. A turn replays a CUDA graph of many launches over rotating inputs; providers take "
     "turns, each round starting with another one. Times are medians of one layer; the small figure "
     "is the rate, over the least work (unmasked pairs) or the least traffic (K and V once, Q in, "
@@ -51,7 +51,8 @@ def page(result: Mapping[str, Any]) -> Page:
             "reads and writes; a kernel that almost only reads may pass it.",
         ),
     ]  # fmt: skip
-    found.sections.append(Section("figures", "Ratios and rates", figures=figures))
+    if any(figure is not None for _, figure, _ in figures):
+        found.sections.append(Section("figures", "Ratios and rates", figures=figures))
     found.sections.append(
         Section("times", "Times, µs of one layer", text=METHOD, table=_times(summary))
     )
@@ -91,20 +92,23 @@ def _cards(summary: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _times(summary: dict[str, Any]) -> Table:
-    # A provider that timed nothing has its place in the list of what is missing.
+    # A provider that computed nothing has its place in the list of what is missing.
     providers = [
         p for p in summary["providers"]
-        if any(line["cells"][p]["median_us"] for line in summary["lines"])
+        if any(line["cells"][p]["median_us"] or line["cells"][p]["gate"]
+               for line in summary["lines"])
     ]  # fmt: skip
     base = HEADINGS.get(summary["base"], summary["base"])
-    heads = ["case", f"speed ÷ {base}", "speed ÷ best peer"]
+    ratios = any(line["to_best"] for line in summary["lines"])
+    heads = ["case", *((f"speed ÷ {base}", "speed ÷ best peer") if ratios else ())]
     heads += [HEADINGS.get(p, p) for p in providers]
     rows = []
     kind = None
     for line in summary["lines"]:
         best = HEADINGS.get(line["best_peer"], line["best_peer"]) if line["best_peer"] else ""
         cells = [Cell(line["case"])]
-        cells += [ratio_cell(line["to_base"]), ratio_cell(line["to_best"], best)]
+        if ratios:
+            cells += [ratio_cell(line["to_base"]), ratio_cell(line["to_best"], best)]
         cells += [_time(line["cells"][p], line["rate_unit"]) for p in providers]
         rows.append(TableRow(cells, first=kind not in (None, line["kind"])))
         kind = line["kind"]
@@ -113,8 +117,10 @@ def _times(summary: dict[str, Any]) -> Table:
 
 def _time(cell: dict[str, Any], unit: str) -> Cell:
     if cell["median_us"] is None:
-        failed = cell["gate"] == "failed"
-        return Cell("wrong" if failed else "-", mark="bad" if failed else "", title=cell["why"])
+        text, mark = {"failed": ("wrong", "bad"), "passed": ("right", "good")}.get(
+            cell["gate"], ("-", "")
+        )
+        return Cell(text, mark=mark, title=cell["why"])
     error = "" if cell["rel_error"] is None else f", relative error {cell['rel_error']:.1e}"
     return Cell(
         number(cell["median_us"]),

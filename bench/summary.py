@@ -345,7 +345,8 @@ def _missing(result: Mapping[str, Any], rows: Iterable[Row]) -> list[dict[str, A
     reasons: dict[tuple[str, str], list[str]] = {}
     gone = {entry["provider"] for entry in absent}
     for row in rows:
-        if row.get("median_us") is None and row["provider"] not in gone:
+        checked_only = row.get("gate") == "passed"
+        if row.get("median_us") is None and row["provider"] not in gone and not checked_only:
             why = first_line(str(row.get("error") or "not timed"))
             reasons.setdefault((row["provider"], why), []).append(row["case"])
     return absent + [

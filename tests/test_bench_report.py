@@ -173,6 +173,36 @@ def test_missing_peers_and_wrong_results_are_said_first():
     assert text.count("no module named flash_attn") == 1
 
 
+def test_a_run_that_only_checked_results_says_so():
+    """What ``--smoke`` leaves without a GPU: gates, no times, no peers."""
+    rows = [
+        {**dict.fromkeys(report.KERNEL_FIELDS), "case": case, "provider": provider,
+         "error": "not timed", "gate": "passed", "rel_error": 1e-3, "path": "p"}
+        for case in ("pf_32x512", "dec_b8_4k") for provider in ("tilewise", "tilewise_p16")
+    ]  # fmt: skip
+    env = {"date": "d", "gpu": None, "smoke": "the times mean nothing"}
+    page = report_html.build_page({"env": env, "rows": rows})
+    text = page.markdown()
+    assert "| case | tilewise | tilewise, pages of 16 |" in text
+    assert "| dec_b8_4k | right | right |" in text
+    assert "not timed" not in text
+    assert list(page.figures()) == []
+    assert "<svg" not in report_html.render(page)
+
+
+def test_runs_that_all_failed_make_a_page():
+    result = several_runs()
+    for row in result["rows"]:
+        row["error"] = "exited with 1\nserver log:\nout of memory"
+    page = report_html.build_page(result)
+    assert list(page.figures()) == []
+    text = page.markdown()
+    assert "27 runs failed" in text
+    assert "| s_1k_128_c8 | FLASH_ATTN | 0 of 3 |" in text
+    assert "None: it takes a completed run" in text
+    assert "out of memory" in report_html.render(page)
+
+
 def test_failed_runs_count_nowhere():
     result = several_runs()
     found = summary.serve_summary(result)

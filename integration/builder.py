@@ -21,6 +21,7 @@ from tilewise import counters, exporter
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class TilewiseMetadata:
     attn: PagedAttention
     plan: Plan
     causal: bool = True
+    steps: StepMetrics | None = None
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -120,6 +122,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             kv_cache_spec.block_size,
             self.attn.workspace_bytes / 2**20,
         )
+        self.steps = StepMetrics(self.attn.config)
+        describe_process()
 
     def _largest_graph(self) -> int:
         """Tokens of the largest captured batch; 0 without graphs."""
@@ -216,9 +220,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_query_len=max_query_len,
             has_decode=has_decode,
         )
-        path = _path(plan)
-        counters.add("steps", path=path)
-        counters.add("tokens", batch.num_actual_tokens, path=path)
+        self.steps.planned(plan, batch)
         counters.observe("build_seconds", time.perf_counter() - started)
         return TilewiseMetadata(
             num_actual_tokens=batch.num_actual_tokens,
@@ -231,6 +233,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             slot_mapping=batch.slot_mapping,
             attn=self.attn,
             plan=plan,
+            steps=self.steps,
         )
 
 
@@ -270,13 +273,6 @@ def _group_window(kv_cache_spec: Any, impls: dict[str, TilewiseImpl]) -> int | N
     if windows:
         return next(iter(windows.values()))
     return getattr(kv_cache_spec, "sliding_window", None)
-
-
-def _path(plan: Plan) -> str:
-    """Which kernels the layers of this step launch."""
-    if not plan.max_prefill_tiles:
-        return "decode"
-    return "mixed" if plan.has_decode else "prefill"
 
 
 def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:

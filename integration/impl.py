@@ -214,6 +214,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise _unsupported("a quantised attention output (output_scale)")
         if attn_metadata is None:
             return output.fill_(0)
+        if attn_metadata.steps is not None:
+            attn_metadata.steps.ran()
         attn = attn_metadata.attn
         if attn.window != self.window:
             raise UnsupportedConfig(

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from tilewise import policy
 from tilewise.arch import ARCHITECTURES as DEVICES
-from tilewise.kernels import cache_write, decode, plan, prefill
+from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits; "sqrt" besides goes with ALiBi.
 FEATURES = {
@@ -96,27 +96,38 @@ def threads(compiled: Any) -> int:
     return int(re.findall(r"\.reqntid (\d+)", compiled.asm["ptx"])[0])
 
 
+def kv_format(features: Sequence[str]) -> str:
+    """Format of an fp8 cache among a variant's features; "" without."""
+    return next((f for f in features if f in fp8.FORMATS), "")
+
+
 def _attention_signature(
-    tiles: policy.Tiles, dtype: str, features: Sequence[str]
+    kernel: str, tiles: policy.Tiles, dtype: str, features: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
     element = "fp32" if dtype == "fp32" else dtype
+    cache = "u8" if kv_format(features) else element
+    pairs = kernel == "decode" and cache == "u8" and tiles.block_d >= 64
+    k = v = f"*{cache}"
     if tiles.use_tma:
-        kv = f"tensordesc<{element}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
-    else:
-        kv = f"*{element}"
+        k = v = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
+    if pairs:
+        v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
     head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
-    head |= {"k_src": kv, "v_src": kv}
+    head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+    scales = ("k_scale_ptr", "v_scale_ptr")
     optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
-    off = [name for name, _ in FEATURES.values() if name not in optional]
+    optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
+    off = [n for n in (*(n for n, _ in FEATURES.values()), *scales) if n not in optional]
     tail = {"scale_log2": "fp32"} | dict.fromkeys(off, "constexpr") | optional
     tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
-    constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(
-        off
-    )
+    constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
+    constants |= dict.fromkeys(off)
+    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants |= {"V_PAIRS": pairs} if kernel == "decode" else {}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -151,7 +162,7 @@ def _compile_attention(
 ) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(tiles, dtype, features)
+    head, tail, constants = _attention_signature(kernel, tiles, dtype, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
@@ -198,17 +209,27 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
-def compile_cache_write(config: policy.Config, dtype: str, arch: int) -> Any:
+def compile_cache_write(
+    config: policy.Config, dtype: str, arch: int, features: Sequence[str] = ()
+) -> Any:
     """Compile the cache-write kernel of ``config``."""
-    pointers = {f"{n}_ptr": f"*{dtype}" for n in ("k_cache", "v_cache", "key", "value")}
+    cache = "u8" if kv_format(features) else dtype
+    pointers = {"k_cache_ptr": f"*{cache}", "v_cache_ptr": f"*{cache}"}
+    pointers |= {"key_ptr": f"*{dtype}", "value_ptr": f"*{dtype}"}
     strides = [f"stride_{x}_{a}" for x in ("kc", "vc") for a in "phs"]
     strides += ["stride_k_t", "stride_k_h", "stride_v_t", "stride_v_h"]
-    signature = pointers | {"slot_mapping_ptr": "*i64", "num_tokens": "i32"}
+    scales = dict.fromkeys(
+        ("k_scale_ptr", "v_scale_ptr"), "*fp32" if kv_format(features) else "constexpr"
+    )
+    signature = pointers | {"slot_mapping_ptr": "*i64"} | scales | {"num_tokens": "i32"}
     signature |= dict.fromkeys(strides, "i32")
     g = config.geometry
     constants = {
         "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
+        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
     }  # fmt: skip
+    if not kv_format(features):
+        constants |= dict.fromkeys(scales)
     aligned = [*pointers, *strides]
     return _compile(cache_write._write_kv_kernel, signature, constants, aligned, arch, 4)
 
@@ -229,7 +250,7 @@ def resources(
     arch : int
         80, 89, 90 or 100.
     features : sequence of str
-        Keys of ``FEATURES``, and ``sqrt`` beside ``alibi``.
+        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, and the format of an fp8 cache.
     """
     g = config.geometry
     if kernel == "prefill":
@@ -239,7 +260,7 @@ def resources(
     elif kernel == "plan":
         compiled = compile_plan(config, arch)
     else:
-        compiled = compile_cache_write(config, dtype, arch)
+        compiled = compile_cache_write(config, dtype, arch, features)
     registers, spill_bytes = measure(compiled, arch)
     ptx = compiled.asm["ptx"]
     if config.window:
@@ -259,7 +280,10 @@ def configured(
     page_size: int,
     heads: tuple[int, int] = (32, 8),
     window: int = 0,
+    kv_size: int = 0,
+    twin: bool = False,
 ) -> policy.Config:
-    """The policy's configuration of one variant."""
-    geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype])
-    return replace(policy.choose(geometry, DEVICES[arch]), window=window)
+    """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
+    geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype], kv_size)
+    device = replace(DEVICES[arch], gluon=twin)
+    return policy.choose(geometry, device, window=window)

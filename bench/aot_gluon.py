@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tilewise import policy
+from tilewise.arch import ARCHITECTURES
 from tilewise.bench.aot import Resources, measure, threads
+from tilewise.errors import UnsupportedConfig
 from tilewise.kernels import hopper_prefill
 
 POINTERS = (
@@ -31,8 +35,17 @@ def compile_prefill(
     page_size: int = 64,
     group_size: int = 4,
     lse: bool = False,
+    sinks: bool = False,
+    window: int = 0,
+    **tiles: int,
 ) -> Any:
-    """Compile one variant of the Hopper prefill kernel."""
+    """Compile one variant of the Hopper prefill kernel, with the policy's tiles by default."""
+    geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2)
+    device = ARCHITECTURES[90]
+    tuned = policy.choose(geometry, device, window=window).hopper_prefill
+    if tuned is None:
+        raise UnsupportedConfig(f"the Gluon prefill: {policy.why_not_hopper(geometry, device)}")
+    chosen = replace(tuned, **tiles)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(block: list[int]) -> str:
@@ -40,21 +53,23 @@ def compile_prefill(
         return f"tensordesc<{dtype}{block},{layout!r}>"
 
     rows = descriptor([64 // group_size, group_size, head_dim])
-    page = descriptor([1, 1, min(page_size, 128), 64])
+    page = descriptor([1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
     signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
-    constants = {
+    constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
-        "HAS_LSE": lse, "BLOCK_N": 128, "STAGES": 2,
+        "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
     }  # fmt: skip
-    signature |= dict.fromkeys(constants, "constexpr")
+    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
+    signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")
     names = list(signature)
     source = GluonASTSource(
         fn=hopper_prefill._hopper_prefill_kernel,
         signature=signature,
-        constexprs=constants if lse else constants | {"lse_ptr": None},
+        constexprs=constants,
         attrs={
             (names.index(n),): [["tt.divisibility", 16]]
             for n in ("out_ptr", "stride_o_t", "stride_o_h")
@@ -97,12 +112,21 @@ def main_loops(compiled: Any) -> list[dict[str, int]]:
     return loops
 
 
-def resources(dtype: str, head_dim: int, page_size: int, group_size: int) -> Resources:
+def resources(
+    dtype: str,
+    head_dim: int,
+    page_size: int,
+    group_size: int,
+    sinks: bool = False,
+    window: int = 0,
+) -> Resources:
     """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
-    compiled = compile_prefill(dtype, head_dim, page_size, group_size)
+    compiled = compile_prefill(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
+    features = ["sinks"] * sinks + [f"window={window}"] * bool(window)
     ptx = compiled.asm["ptx"]
     return Resources(
-        "hopper_prefill", 90, head_dim, page_size, group_size, dtype, "", threads(compiled),
+        "hopper_prefill", 90, head_dim, page_size, group_size, dtype, "+".join(features),
+        threads(compiled),
         *measure(compiled, 90), compiled.metadata.shared, ptx.count("wgmma.mma_async"),
         ptx.count("cp.async.bulk.tensor"),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import os
@@ -64,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-ceilings", action="store_true", help="skip matmul and copy rates")
     parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
     parser.add_argument(
         "--smoke", action="store_true",
         help="shrink every case and run on whatever there is; the times mean nothing",
@@ -285,12 +287,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list_cases(cases)
         return EXIT_OK
-    return _measure(args, argv, cases, providers)
+    answer = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr if args.json else answer):
+        suite, code = _measure(args, argv, cases, providers)
+        if suite is None:
+            return code
+        if args.json:
+            print(report.result_text(suite.env, suite.rows), file=answer)
+        else:
+            print(report.kernel_table(suite.rows))
+        if args.out is not None and suite.rows:
+            report.write_pages(args.out)
+    return code
 
 
 def _measure(
     args: argparse.Namespace, argv: Sequence[str], cases: list[Case], providers: dict[str, Any]
-) -> int:
+) -> tuple[Suite | None, int]:
+    """Run the suite; return it, unless there is nothing to run it on, and the exit code."""
     from tilewise.bench.gpu import ceilings
 
     command = ["tilewise", "bench", "kernels", *argv]
@@ -302,7 +316,7 @@ def _measure(
         args.layers = min(args.layers, 2)
     elif env["gpu"] is None:
         print("no CUDA device; --smoke runs shrunken cases without one", file=sys.stderr)
-        return EXIT_USAGE
+        return None, EXIT_USAGE
     else:
         # A kernel that hangs cannot be caught: end the process; finished cases are on disk.
         limit = args.budget_seconds + GRACE_SECONDS
@@ -323,8 +337,7 @@ def _measure(
         code = EXIT_DEVICE
     finally:
         faulthandler.cancel_dump_traceback_later()
-    print(report.kernel_table(suite.rows))
-    return code
+    return suite, code
 
 
 if __name__ == "__main__":

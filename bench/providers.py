@@ -71,42 +71,47 @@ def _nhd(kv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Tilewise(Provider):
-    """Our own kernels, through `PagedAttention`."""
+    """Our own kernels, through `PagedAttention`; plain ones only on request."""
 
     module = "tilewise.attention"
 
-    def __init__(self, name: str = "tilewise", page_size: int = 64) -> None:
+    def __init__(self, name: str = "tilewise", page_size: int = 64, plain: bool = False) -> None:
         self.name = name
         self.page_size = page_size
-
-    def unsupported(self, case: Case) -> str | None:
-        """Sinks, windows and fp8 caches have no kernel yet."""
-        if case.sinks or case.window is not None:
-            return "no kernel for sinks and sliding windows yet"
-        if case.kv_itemsize == 1:
-            return "no kernel for an fp8 cache yet"
-        return None
+        self.plain = plain
 
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
         """One candidate: the policy chooses the kernels."""
         return {f"page {self.page_size}": partial(self._build, case, inputs)}
 
     def _build(self, case: Case, inputs: CaseInputs) -> Runner:
-        from tilewise import counters
+        from tilewise import counters, policy
         from tilewise.attention import PagedAttention
+        from tilewise.device import describe
 
         cache = inputs.paged(self.page_size)
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+        query_len = case.max_q_len if case.kind == "decode" else 1
+        config = None
+        if self.plain:
+            device = dataclasses.replace(describe(torch.device(inputs.device)), gluon=False)
+            sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
+            geometry = policy.Geometry(*heads, self.page_size, *sizes)
+            config = policy.choose(geometry, device, query_len, case.window or 0)
         attn = PagedAttention(
-            case.num_q_heads,
-            case.num_kv_heads,
-            case.head_dim,
+            *heads,
             page_size=self.page_size,
             dtype=torch.bfloat16,
             max_num_reqs=case.num_reqs,
             max_num_tokens=case.num_tokens,
             device=str(inputs.device),
-            decode_query_len=case.max_q_len if case.kind == "decode" else 1,
+            decode_query_len=query_len,
+            window=case.window,
+            kv_dtype=inputs.kv_dtype,
+            config=config,
         )
+        # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
+        one = torch.ones((), device=inputs.device) if inputs.kv_dtype == FP8 else None
         plan = attn.plan(
             inputs.query_start_loc,
             inputs.seq_lens,
@@ -125,6 +130,9 @@ class Tilewise(Provider):
                 scale=inputs.scale,
                 out=inputs.out[copy],
                 plan=plan,
+                sinks=inputs.sinks,
+                k_scale=one,
+                v_scale=one,
             )
 
         def path() -> str:
@@ -137,68 +145,6 @@ class Tilewise(Provider):
             return f"tilewise page {self.page_size}: {'+'.join(ran) or 'triton'}"
 
         return Runner([partial(call, copy) for copy in range(inputs.copies)], path)
-
-
-class TilewiseHopper(Tilewise):
-    """Our Gluon prefill for Hopper; requests of a few tokens keep the split-KV decode."""
-
-    module = "tilewise.kernels.hopper_prefill"
-
-    def __init__(self) -> None:
-        super().__init__("tilewise_hopper", page_size=64)
-
-    def unsupported(self, case: Case) -> str | None:
-        """Prefills only, of the layers that the kernel knows."""
-        from tilewise.kernels.hopper_prefill import hopper_prefill_supported
-
-        if case.kind == "decode":
-            return "decode batches run the same kernel as tilewise"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-            return "needs compute capability 9.0"
-        group = case.num_q_heads // case.num_kv_heads
-        return super().unsupported(case) or hopper_prefill_supported(
-            group, case.head_dim, self.page_size
-        )
-
-    def _build(self, case: Case, inputs: CaseInputs) -> Runner:
-        from tilewise.attention import PagedAttention
-        from tilewise.kernels.hopper_prefill import BLOCK_M, hopper_prefill_attention
-        from tilewise.kernels.launch import KvCache
-
-        cache = inputs.paged(self.page_size)
-        kwargs: dict[str, Any] = {
-            "page_size": self.page_size,
-            "dtype": torch.bfloat16,
-            "max_num_reqs": case.num_reqs,
-            "max_num_tokens": case.num_tokens,
-            "device": str(inputs.device),
-        }
-        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
-        config = PagedAttention(*heads, **kwargs).config
-        prefill = dataclasses.replace(config.prefill, block_m=BLOCK_M)
-        attn = PagedAttention(*heads, config=dataclasses.replace(config, prefill=prefill), **kwargs)
-        plan = attn.plan(
-            inputs.query_start_loc, inputs.seq_lens, cache.block_table,
-            num_tokens=case.num_tokens, max_query_len=case.max_q_len,
-        )  # fmt: skip
-        # The decode rows of the same plan go through run(); its prefill launch is left out.
-        decodes = dataclasses.replace(plan, max_prefill_tiles=0)
-        has_decode = any(q_len <= 16 for q_len in case.q_lens)
-        counter = torch.zeros(2, dtype=torch.int32, device=inputs.device)
-        views = [KvCache(kv[..., : case.head_dim], kv[..., case.head_dim :]) for kv in cache.kv]
-
-        def call(copy: int) -> None:
-            q, out = inputs.q[copy], inputs.out[copy]
-            if has_decode:
-                attn.run(q, cache.kv[copy], scale=inputs.scale, out=out, plan=decodes)
-            hopper_prefill_attention(
-                out, None, q, views[copy], plan.query_start_loc, plan.seq_lens, plan.block_table,
-                attn._header, attn._tile_req, attn._tile_token, counter, inputs.scale,
-                num_programs=config.num_sms,
-            )  # fmt: skip
-
-        path = f"hopper prefill page {self.page_size}" + (" + decode" if has_decode else "")
-        return Runner([partial(call, copy) for copy in range(inputs.copies)], lambda: path)
 
 
 class Fa3(Provider):
@@ -444,7 +390,7 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
     providers: list[Provider] = [
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
-        TilewiseHopper(),
+        Tilewise("tilewise_plain", plain=True),
         Fa3(),
         Fa3Best(),
         TritonAttn(),

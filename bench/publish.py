@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,33 @@ def kernel_section(result: dict[str, Any]) -> str:
 
 
 def serve_section(result: dict[str, Any]) -> str:
-    """Return a markdown table of one line for each workload, backend and run."""
+    """Return a markdown table of medians for each workload and backend."""
     lines = [
         "| workload | backend | requests/s | median TTFT, ms | median TPOT, ms |",
         "|---|---|---:|---:|---:|",
     ]
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        if row.get("error"):
-            what = row["error"].splitlines()[0]
-            lines.append(f"| {row['workload']} | {row['backend']} | void: {what} | - | - |")
+        cells.setdefault((row["workload"], row["backend"]), []).append(row)
+    for (workload, backend), rows in cells.items():
+        good = [row for row in rows if not row.get("error")]
+        if not good:
+            what = rows[0]["error"].splitlines()[0]
+            lines.append(f"| {workload} | {backend} | void: {what} | - | - |")
             continue
-        lines.append(
-            f"| {row['workload']} | {row['backend']} | {row['request_throughput']:.2f} | "
-            f"{row['p50_ttft_ms']:,.0f} | {row['p50_tpot_ms']:.1f} |"
+        rate, ttft, tpot = (
+            statistics.median(row[name] for row in good)
+            for name in ("request_throughput", "p50_ttft_ms", "p50_tpot_ms")
         )
+        few = f" ({len(good)} of {len(rows)} runs)" if len(good) < len(rows) else ""
+        lines.append(f"| {workload} | {backend} | {rate:.2f}{few} | {ttft:,.0f} | {tpot:.1f} |")
     return "\n".join(lines)
+
+
+def runs_text(result: dict[str, Any]) -> str:
+    """Return how often each workload ran."""
+    runs = len({row["run"] for row in result["rows"]})
+    return "one run each" if runs == 1 else f"medians of {runs} runs, void ones left out"
 
 
 def describe(env: dict[str, Any]) -> str:
@@ -81,8 +94,9 @@ def section(folder: Path) -> str:
             "",
             kernel_section(kernels),
             "",
-            f"**`vllm bench serve`**, Llama 3.1 8B shape, one run each. {describe(serve['env'])} "
-            f"From {where}/serve.json`. Command: `{serve['env']['command']}`.",
+            f"**`vllm bench serve`**, Llama 3.1 8B shape, {runs_text(serve)}. "
+            f"{describe(serve['env'])} From {where}/serve.json`. "
+            f"Command: `{serve['env']['command']}`.",
             "",
             serve_section(serve),
         ]

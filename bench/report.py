@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,35 @@ def describe_gpu() -> dict[str, Any]:
     return {"gpu": name, "driver": driver, "power_limit": limit, "cuda": torch.version.cuda}
 
 
+def result_text(env: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    """Return ``{"env": ..., "rows": ...}`` as JSON."""
+    return json.dumps({"env": env, "rows": list(rows)}, indent=1, default=str)
+
+
 def write_result(path: Path, env: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Write ``{"env": ..., "rows": ...}``, replacing an older file in one step."""
+    """Write a result file, replacing an older one in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    text = json.dumps({"env": env, "rows": list(rows)}, indent=1, default=str)
-    draft.write_text(text + "\n", encoding="utf-8")
+    draft.write_text(result_text(env, rows) + "\n", encoding="utf-8")
     os.replace(draft, path)
+
+
+def write_pages(path: Path) -> None:
+    """Write the HTML page and the markdown tables of a result file beside it.
+
+    The result is what a run was for: where a library for pages is missing, that is said and no
+    failure.
+    """
+    try:
+        from tilewise.bench.html import write_report
+
+        pages = write_report(path, json.loads(path.read_text(encoding="utf-8")))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tilewise"):
+            raise
+        print(f"no report: it needs {error.name} (pip install 'tilewise[bench]')", file=sys.stderr)
+        return
+    print("report: " + ", ".join(map(str, pages)), flush=True)
 
 
 def timed_row(

@@ -25,6 +25,8 @@ SCHEMA = 1
 KERNELS = ("prefill", "hopper_prefill", "decode", "plan", "cache_write")
 DTYPES = ("bf16", "fp16", "fp32")
 FEATURES = ("sinks", "softcap", "alibi", "sqrt")
+# Names as in `vllm serve --kv-cache-dtype`, and their formats.
+_FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 # Kernels that what a layer does to its logits is part of.
 _ATTENTION = ("prefill", "decode")
 
@@ -100,24 +102,25 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
     for arch, kernel, dtype, head_size, page_size in product(
         args.arch, args.kernel, args.dtype, args.head_size, args.page_size
     ):
-        if kernel == "hopper_prefill" and not _hopper_takes(
-            arch, dtype, head_size, page_size, args.heads
-        ):
-            continue
         variant = Variant(kernel, arch, dtype, head_size, page_size)
+        if kernel == "hopper_prefill" and not _hopper_takes(variant, args):
+            continue
         if variant not in seen:
             seen.add(variant)
             yield variant
 
 
-def _hopper_takes(
-    arch: int, dtype: str, head_size: int, page_size: int, heads: tuple[int, int]
-) -> bool:
-    from tilewise.kernels.hopper_prefill import hopper_prefill_supported
-
-    group = heads[0] // heads[1]
-    plain = dtype != "fp32" and arch == 90
-    return plain and hopper_prefill_supported(group, head_size, page_size) is None
+def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
+    """Whether the Gluon kernel serves such layers; what shapes logits is left to the plain one."""
+    if not {"softcap", "alibi"}.isdisjoint(args.features):
+        return False
+    v, kv_size = variant, 1 if args.kv_cache_dtype in _FP8_CACHES else 0
+    size = 4 if v.dtype == "fp32" else 2
+    try:
+        geometry = policy.Geometry(*args.heads, v.head_size, v.page_size, size, kv_size)
+    except UnsupportedConfig:
+        return False
+    return policy.why_not_hopper(geometry, ARCHITECTURES[v.arch]) is None
 
 
 def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
@@ -151,10 +154,24 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
         from tilewise.bench import aot_gluon
 
         group = args.heads[0] // args.heads[1]
-        return aot_gluon.resources(v.dtype, v.head_size, v.page_size, group)
-    config = aot.configured(v.dtype, v.arch, v.head_size, v.page_size, args.heads, args.window)
-    features = args.features if v.kernel in _ATTENTION else ()
+        sinks = "sinks" in args.features
+        return aot_gluon.resources(v.dtype, v.head_size, v.page_size, group, sinks, args.window)
+    kv_format = _kv_format(args.kv_cache_dtype, v.arch)
+    # The plain prefill as the policy has it beside the Gluon kernel.
+    config = aot.configured(
+        v.dtype, v.arch, v.head_size, v.page_size, args.heads, args.window,
+        kv_size=1 if kv_format else 0, twin=True,
+    )  # fmt: skip
+    features = list(args.features) if v.kernel in _ATTENTION else []
+    if kv_format and v.kernel != "plan":
+        features.append(kv_format)
     return aot.resources(v.kernel, config, v.dtype, v.arch, features)
+
+
+def _kv_format(kv_cache_dtype: str, arch: int) -> str:
+    """How kernels read such a cache there, as ``tilewise.device.fp8_format`` says; "" if not fp8."""
+    name = _FP8_CACHES.get(kv_cache_dtype, "")
+    return name if arch >= 89 or not name else f"{name}_bits"
 
 
 def _arch(text: str) -> int:
@@ -196,6 +213,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(all)")
     p.add_argument("--page-size", nargs="+", type=_count, default=[64], help="tokens (64)")
     p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
+    p.add_argument(
+        "--kv-cache-dtype", choices=("auto", *_FP8_CACHES), default="auto",
+        help="the cache's; auto is the model's (auto)",
+    )  # fmt: skip
     p.add_argument("--heads", type=_heads, default=(32, 8), help="query / KV heads (32/8)")
     p.add_argument("--window", type=_count, default=0, help="sliding window; 0 for none (0)")
     p.add_argument(

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import contextlib
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from tilewise.bench import report, workloads
 from tilewise.bench.gpu import GpuMonitor, ceilings_of_own_process
-from tilewise.bench.serve_client import healthy
+from tilewise.bench.serve_plan import SETTINGS, ResultFile, Turn, groups_of, turns_of
+from tilewise.bench.serve_run import Job, ServerRun
 from tilewise.bench.workloads import WORKLOADS, Workload
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 DEFAULT_BACKENDS = "TILEWISE,FLASH_ATTN,TRITON_ATTN"
 DEFAULT_WORKLOADS = "s_1k_128_c64,s_16k_256_c16"
-# Figures of the JSON of `vllm bench serve` that a row keeps beside those of the schema.
-MORE_FIELDS = ("completed", "failed", "duration", "total_input_tokens", "total_output_tokens")
-# vLLM's FlashInfer sampler compiles for minutes at first use; nothing here may reach the network.
-SERVER_ENV = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONSAFEPATH": "1",
-}
+EPILOG = """
+Exit codes: 0; 1 if any workload of any backend failed; 2 for a wrong command line. With --out, rows
+are saved one by one, and an HTML page and a markdown table lie beside the file at the end.
+After an interruption, the same command with --resume does what is missing or failed.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of ``tilewise bench serve``."""
-    parser = argparse.ArgumentParser(prog="tilewise bench serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench serve", description=__doc__, epilog=EPILOG
+    )
     parser.add_argument(
         "--backends", default=DEFAULT_BACKENDS, metavar="NAMES", help="(default: %(default)s)"
     )
@@ -47,18 +43,30 @@ def build_parser() -> argparse.ArgumentParser:
         "--workloads", default=DEFAULT_WORKLOADS, metavar="NAMES",
         help=f"of {', '.join(WORKLOADS)} (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--runs", type=int, default=1, help="repeats on each server (%(default)s)")
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N",
-        help="servers on the GPU together, started at once and measured in turn (%(default)s)",
+        "--concurrency", default="", metavar="N,N,...",
+        help="run every workload with each of these many requests at a time instead of its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--runs", type=int, default=3, help="repeats, each with other prompts (%(default)s)"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, metavar="N",
+        help="servers on the GPU together, sharing its memory and measured in turn (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
-    parser.add_argument(
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
         "--append", action="store_true", help="keep the rows that the result file has"
     )
+    kept.add_argument(
+        "--resume", action="store_true",
+        help="as --append, and leave out what the file has without an error",
+    )  # fmt: skip
     parser.add_argument(
-        "--logs", type=Path, metavar="DIR", help="keep logs here (default: temporary)"
-    )
+        "--logs", type=Path, metavar="DIR",
+        help="logs of servers and clients (default: beside --out, else temporary)",
+    )  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (0: any free one)")
     parser.add_argument("--model", type=Path, help="model folder (default: the Llama 3.1 8B shape)")
     parser.add_argument(
@@ -78,192 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-ceilings", action="store_true", help="skip matmul and copy rates")
     parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
     return parser
-
-
-@dataclass
-class Job:
-    """One server's part of the run: which workloads, where, and what becomes of them."""
-
-    backend: str
-    runs: list[tuple[Workload, int]]
-    model: Path
-    port: int
-    folder: Path
-    max_model_len: int
-    extra: list[str]
-
-    def server_command(self) -> list[str]:
-        """Return the server's command line."""
-        return workloads.server_command(
-            self.model, self.backend, self.port, self.max_model_len, self.extra
-        )
-
-    def result_file(self, workload: Workload, run: int) -> Path:
-        """Return where the client leaves the figures of one workload."""
-        return self.folder / f"{self.backend}_{workload.name}_{run}.json"
-
-    def client_commands(self) -> list[tuple[str, list[str]]]:
-        """Return the client's commands in order, each with its name."""
-        return [
-            (
-                f"{workload.name}#{run}",
-                workloads.client_arguments(
-                    workload, self.model, self.port, self.result_file(workload, run)
-                ),
-            )
-            for workload, run in self.runs
-        ]
-
-
-def stop_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
-    """End a process and all of its group: politely, then for sure."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-    # Workers can outlive their leader.
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _start(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **SERVER_ENV},
-        start_new_session=True,
-    )
-
-
-def log_tail(path: Path, lines: int = 12) -> str:
-    """Return the last lines of a log, errors first if it names any."""
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    errors = [line for line in text if "Error" in line or "ERROR" in line]
-    return "\n".join([*errors[-lines:], "---", *text[-lines:]])[-4000:]
-
-
-class ServerRun:
-    """One server with its client: `start`, `measure`, `stop`; `measure` fills `rows`."""
-
-    def __init__(
-        self, job: Job, start_timeout: float, run_timeout: float, monitor: GpuMonitor | None = None
-    ) -> None:
-        self.job = job
-        self.monitor = monitor or GpuMonitor()
-        self.start_timeout = start_timeout
-        self.run_timeout = run_timeout
-        self.rows: list[report.Row] = []
-        self.server_log = job.folder / f"server_{job.backend}.log"
-        self.client_log = job.folder / f"client_{job.backend}.log"
-        self._status = job.folder / f"status_{job.backend}.jsonl"
-        self._gate = job.folder / f"gate_{job.backend}"
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._job_file = job.folder / f"job_{job.backend}.json"
-        self._up = False
-
-    def start(self) -> None:
-        """Start the server and its client, which waits for the server and for its turn."""
-        self._status.write_text("")
-        self._gate.unlink(missing_ok=True)
-        content = {
-            "port": self.job.port,
-            "gate": str(self._gate),
-            "status": str(self._status),
-            "commands": self.job.client_commands(),
-        }
-        self._job_file.write_text(json.dumps(content))
-        client = [sys.executable, "-m", "tilewise.bench.serve_client", str(self._job_file)]
-        with self.server_log.open("wb") as server_log, self.client_log.open("wb") as client_log:
-            self._processes.append(_start(self.job.server_command(), server_log))
-            self._processes.append(_start(client, client_log))
-
-    def measure(self) -> list[report.Row]:
-        """Let the client go and collect every workload."""
-        self._gate.touch()
-        self._collect(*self._processes)
-        return self.rows
-
-    def stop(self) -> None:
-        """End both processes."""
-        for process in reversed(self._processes):
-            stop_group(process)
-        self._processes.clear()
-
-    def _collect(self, server: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> None:
-        started = time.monotonic()
-        why = self._wait(server, client, self.start_timeout, lambda: healthy(self.job.port))
-        self._up = why is None
-        print(f"{self.job.backend}: server {why or 'up'}, {time.monotonic() - started:.0f} s")
-        for index, (workload, run) in enumerate(self.job.runs):
-            if why is None:
-                why = self._wait(
-                    server, client, self.run_timeout, lambda count=index + 1: self._done() >= count
-                )
-            self.rows.append(self._row(workload, run, index, why))
-            print(_line(self.rows[-1]), flush=True)
-
-    def _done(self) -> int:
-        return len(self._status.read_text().splitlines())
-
-    def _wait(
-        self,
-        server: subprocess.Popen[bytes],
-        client: subprocess.Popen[bytes],
-        timeout: float,
-        ready: Any,
-    ) -> str | None:
-        """Return None once ready, else what happened instead."""
-        deadline = time.monotonic() + timeout
-        while not ready():
-            if server.poll() is not None:
-                return f"exited with {server.returncode}"
-            if client.poll() is not None and not ready():
-                return f"client exited with {client.returncode}"
-            if time.monotonic() > deadline:
-                return f"not done after {timeout:.0f} s"
-            if self._up:
-                self.monitor.sample()
-            time.sleep(0.25)
-        return None
-
-    def _row(self, workload: Workload, run: int, index: int, why: str | None) -> report.Row:
-        row: report.Row = dict.fromkeys(report.SERVE_FIELDS)
-        row.update(workload=workload.name, backend=self.job.backend, run=run)
-        if why is not None:
-            tails = f"server log:\n{log_tail(self.server_log)}"
-            row["error"] = f"{why}\n{tails}\nclient log:\n{log_tail(self.client_log)}"
-            return row
-        status = json.loads(self._status.read_text().splitlines()[index])
-        path = self.job.result_file(workload, run)
-        if status["code"] or not path.exists():
-            row["error"] = f"client failed ({status['code']})\n{log_tail(self.client_log)}"
-            return row
-        figures = json.loads(path.read_text())
-        for name in (*report.SERVE_FIELDS[3:], *MORE_FIELDS):
-            row[name] = figures.get(name)
-        if figures.get("failed") or figures.get("completed") != workload.num_prompts:
-            row["error"] = f"{figures.get('completed')} of {workload.num_prompts} completed"
-        return row
-
-
-def _line(row: report.Row) -> str:
-    name = f"  {row['workload']} {row['backend']} run {row['run']}"
-    if row.get("request_throughput") is None:
-        return f"{name}: {row['error'].splitlines()[0]}"
-    return (
-        f"{name}: {row['request_throughput']:.2f} req/s, TTFT {row['p50_ttft_ms']:.0f} ms, "
-        f"TPOT {row['p50_tpot_ms']:.2f} ms"
-    )
 
 
 def free_port() -> int:
@@ -273,27 +97,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def merge(path: Path, env: dict[str, Any], rows: list[report.Row], append: bool) -> None:
-    """Write the result file; with `append`, after the rows that it has.
+def pick_workloads(names: str, concurrency: str = "") -> list[Workload]:
+    """Return the named workloads, at the given concurrencies if there are any.
 
-    Every row names its run by date; ``env["runs"]`` holds the environment of each.
+    Raises
+    ------
+    ValueError
+        For an unknown name, or a concurrency that is no positive whole number.
     """
-    key = str(env["date"])
-    rows = [{**row, "env": key} for row in rows]
-    runs = {key: dict(env)}
-    if append and path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        rows = [*old["rows"], *rows]
-        runs = {**old["env"].get("runs", {}), **runs}
-    report.write_result(path, {**env, "runs": runs}, rows)
-
-
-def _pick_workloads(names: str) -> list[Workload]:
     wanted = [name for name in names.split(",") if name]
     unknown = [name for name in wanted if name not in WORKLOADS]
     if unknown or not wanted:
         raise ValueError(f"unknown workload {unknown or names!r}; known: {', '.join(WORKLOADS)}")
-    return [WORKLOADS[name] for name in wanted]
+    chosen = [WORKLOADS[name] for name in wanted]
+    if not concurrency:
+        return chosen
+    counts = [part.strip() for part in concurrency.split(",")]
+    wrong = [part for part in counts if not (part.isdecimal() and int(part) > 0)]
+    if wrong:
+        raise ValueError(f"--concurrency {wrong[0]!r}; accepted: positive whole numbers, by commas")
+    derived = [w.at_concurrency(int(part)) for w in chosen for part in counts]
+    return list({w.name: w for w in derived}.values())
 
 
 def _memory_share(at_once: int) -> list[str]:
@@ -301,30 +125,135 @@ def _memory_share(at_once: int) -> list[str]:
     return ["--gpu-memory-utilization", f"{0.9 / at_once:.2f}"] if at_once > 1 else []
 
 
-def make_jobs(args: argparse.Namespace, folder: Path) -> list[Job]:
-    """Return one job for each backend."""
-    chosen = _pick_workloads(args.workloads)
-    model = args.model or workloads.write_model(folder / "model")
-    longest = max(workload.longest for workload in chosen)
-    return [
-        Job(
-            backend=backend,
-            runs=[(workload, run) for run in range(args.runs) for workload in chosen],
-            model=model,
-            port=args.port or free_port(),
-            folder=folder,
-            # vLLM refuses prompts of more characters than max_model_len times its longest token;
-            # the tokenizer's words and blanks come close to that, hence the quarter more.
-            max_model_len=args.max_model_len or -(-longest * 5 // 4 // 256) * 256,
-            extra=[*_memory_share(args.at_once), *shlex.split(args.serve_args)],
-        )
-        for backend in args.backends.split(",")
-        if backend
-    ]
+class Session:
+    """One run of the command: its jobs, its result file, its progress."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        if args.runs < 1 or args.at_once < 1:
+            raise ValueError(f"--runs {args.runs} --at-once {args.at_once}; accepted: 1 and more")
+        if args.resume and args.out is None:
+            raise ValueError("--resume needs --out, the file to go on with")
+        self.args = args
+        self.folder = folder
+        self.chosen = pick_workloads(args.workloads, args.concurrency)
+        backends = list(dict.fromkeys(name for name in args.backends.split(",") if name))
+        if not backends:
+            raise ValueError("--backends names none; accepted: names of vLLM's attention backends")
+        self.settings = {name: _plain(getattr(args, name)) for name in SETTINGS}
+        self.file = ResultFile.open(args.out, keep=args.append or args.resume)
+        groups = [turns_of(g, self.chosen, args.runs) for g in groups_of(backends, args.at_once)]
+        self.skipped = 0
+        if args.resume:
+            self.file.check_settings(self.settings)
+            planned = sum(map(len, groups))
+            groups = [self.file.settle(turns) for turns in groups]
+            self.skipped = planned - sum(map(len, groups))
+        self.groups = [turns for turns in groups if turns]
+        self.env: dict[str, Any] = {}
+
+    def jobs(self, turns: Sequence[Turn], group: str) -> dict[str, Job]:
+        """Return the job of each backend that has turns."""
+        model = self.args.model or self.folder / "model"
+        if self.args.model is None and not model.exists():
+            workloads.write_model(model)
+        longest = max(workload.longest for workload in self.chosen)
+        return {
+            backend: Job(
+                backend=backend,
+                runs=[(turn.workload, turn.run) for turn in turns if turn.backend == backend],
+                model=model,
+                port=self.args.port or free_port(),
+                folder=self.folder,
+                # vLLM refuses prompts of more characters than max_model_len times its longest
+                # token; the tokenizer's words and blanks come close to that, hence a quarter more.
+                max_model_len=self.args.max_model_len or -(-longest * 5 // 4 // 256) * 256,
+                extra=[*_memory_share(self.args.at_once), *shlex.split(self.args.serve_args)],
+                group=group,
+            )
+            for backend in dict.fromkeys(turn.backend for turn in turns)
+        }
+
+    def print_commands(self) -> None:
+        """Print what would be started."""
+        for turns in self.groups:
+            for job in self.jobs(turns, "").values():
+                print(shlex.join(job.server_command()))
+                for _, arguments in job.client_commands():
+                    print("  ", shlex.join([*workloads.VLLM_CLI, *arguments]))
+
+    def run(self, env: dict[str, Any], monitor: GpuMonitor) -> None:
+        """Do all turns; whatever was measured is on disk when this returns or raises."""
+        total = sum(map(len, self.groups))
+        if self.skipped:
+            print(f"{self.skipped} turns are done already, {total} to go", flush=True)
+        done, spent = 0, 0.0
+        for number, turns in enumerate(self.groups):
+            jobs = self.jobs(turns, f"{env['date']}#{number}")
+            with self._servers(jobs, monitor) as servers:
+                for turn in turns:
+                    began = time.monotonic()
+                    row = servers[turn.backend].measure()
+                    done, spent = done + 1, spent + time.monotonic() - began
+                    left = spent / done * (total - done)
+                    print(f"[{done}/{total}] {_line(row)}; {_minutes(left)}", flush=True)
+                    env["clocks"] = monitor.summary()
+                    self.file.add(env, row)
+
+    @contextlib.contextmanager
+    def _servers(self, jobs: dict[str, Job], monitor: GpuMonitor) -> Iterator[dict[str, ServerRun]]:
+        """Start the servers of one group and end them, whatever happens.
+
+        vLLM sizes its cache by the memory it finds, so servers start one after the other; with
+        the size given they may start together.
+        """
+        together = "--kv-cache-memory-bytes" in self.args.serve_args
+        servers = {
+            backend: ServerRun(job, self.args.start_timeout, self.args.run_timeout, monitor)
+            for backend, job in jobs.items()
+        }
+        try:
+            for server in servers.values():
+                server.start()
+                if not together:
+                    server.wait_up()
+            if together:
+                for server in servers.values():
+                    server.wait_up()
+            yield servers
+        finally:
+            for server in servers.values():
+                server.stop()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _minutes(seconds: float) -> str:
+    """Return what is left to measure, in words; servers that are yet to start come on top."""
+    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+
+def _line(row: report.Row) -> str:
+    name = f"{row['workload']} {row['backend']} run {row['run']}"
+    if row.get("error"):
+        return f"{name}: {row['error'].splitlines()[0]}"
+    return (
+        f"{name}: {row['request_throughput']:.2f} req/s, TTFT {row['p50_ttft_ms']:.0f} ms, "
+        f"TPOT {row['p50_tpot_ms']:.2f} ms"
+    )
 
 
 def _raise_exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def _log_folder(args: argparse.Namespace, temporary: str) -> Path:
+    if args.logs is not None:
+        return Path(args.logs)
+    if args.out is None or args.dry_run:
+        return Path(temporary)
+    return Path(args.out).with_name(args.out.stem + "-logs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -338,50 +267,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="tilewise-serve-") as temporary:
-        folder = args.logs or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _log_folder(args, temporary)
         try:
-            jobs = make_jobs(args, folder)
+            session = Session(args, folder)
         except ValueError as error:
             print(error, file=sys.stderr)
             return EXIT_USAGE
+        folder.mkdir(parents=True, exist_ok=True)
         if args.dry_run:
-            for job in jobs:
-                print(shlex.join(job.server_command()))
-                for _, arguments in job.client_commands():
-                    print("  ", shlex.join([*workloads.VLLM_CLI, *arguments]))
+            session.print_commands()
             return EXIT_OK
-        return _run_jobs(args, argv, jobs)
+        answer = sys.stdout
+        # With --json, standard output is the result alone.
+        with contextlib.redirect_stdout(sys.stderr if args.json else answer):
+            code = _run(session, argv)
+            rows = session.file.rows
+            text = report.result_text(session.env, rows) if args.json else report.serve_table(rows)
+        print(text, file=answer)
+        return code
 
 
-def _run_jobs(args: argparse.Namespace, argv: Sequence[str], jobs: list[Job]) -> int:
+def _run(session: Session, argv: Sequence[str]) -> int:
+    args = session.args
     # A terminated run must still end its servers, which `finally` does for exceptions only.
     signal.signal(signal.SIGTERM, _raise_exit)
     command = ["tilewise", "bench", "serve", *argv]
     env = report.describe_environment(command, args.commit) | report.describe_gpu()
-    if env["gpu"] is not None and not args.no_ceilings:
+    env["settings"] = session.settings
+    session.env = env
+    if session.groups and env["gpu"] is not None and not args.no_ceilings:
         env.update(ceilings_of_own_process())
-    monitor = GpuMonitor.start()
-    rows: list[report.Row] = []
-    for start in range(0, len(jobs), args.at_once):
-        together = [
-            ServerRun(job, args.start_timeout, args.run_timeout, monitor)
-            for job in jobs[start : start + args.at_once]
-        ]
-        try:
-            for run in together:
-                run.start()
-            for run in together:
-                run.measure()
-        finally:
-            for run in together:
-                run.stop()
-            found = [row for run in together for row in run.rows]
-            rows += found
-            env["clocks"] = monitor.summary()
-            if args.out is not None:
-                merge(args.out, env, found, append=args.append or start > 0)
-    print(report.serve_table(rows))
+    try:
+        session.run(env, GpuMonitor.start())
+    except KeyboardInterrupt:
+        print("interrupted; the same command with --resume goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        if args.out is not None and args.out.exists():
+            report.write_pages(args.out)
+    rows = session.file.rows
     return EXIT_FAILED if any(row.get("error") for row in rows) else EXIT_OK
 
 

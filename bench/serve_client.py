@@ -31,16 +31,18 @@ def main(argv: list[str]) -> int:
     ----------
     argv : list of str
         The job file: ``{"port": int, "gate": path, "status": path, "commands": [[name,
-        [argument, ...]]]}``. Nothing is sent before the server is healthy and the gate exists.
+        [argument, ...]]]}``. The gate file holds how many commands may run so far; nothing is
+        sent before the server is healthy.
     """
     job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     # The client itself needs no device; importing it here overlaps with the server's start.
     vllm_cli = importlib.import_module("vllm.entrypoints.cli.main")
     importlib.import_module("vllm.benchmarks.serve")
-    while not (Path(job["gate"]).exists() and healthy(job["port"])):
-        time.sleep(0.5)
+    gate = Path(job["gate"])
     with Path(job["status"]).open("a", encoding="utf-8") as status:
-        for name, arguments in job["commands"]:
+        for index, (name, arguments) in enumerate(job["commands"]):
+            while not (int(gate.read_text()) > index and healthy(job["port"])):
+                time.sleep(0.1)
             print(f"=== {name}", flush=True)
             sys.argv = ["vllm", *arguments]
             code: int | str | None = 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 VOCAB_SIZE = 128256
@@ -42,6 +43,20 @@ class Workload:
         """Upper bound of prompt plus answer, in tokens."""
         return int((self.input_len + self.output_len) * (1 + self.range_ratio)) + 2
 
+    def at_concurrency(self, concurrency: int) -> Workload:
+        """Return the same lengths with another number of requests at a time, named after it.
+
+        The requests in all keep their ratio to those at a time, but are at least eight.
+        """
+        waves = max(1, round(self.num_prompts / self.concurrency))
+        stem = re.sub(r"_c\d+$", "", self.name)
+        return replace(
+            self,
+            name=f"{stem}_c{concurrency}",
+            concurrency=concurrency,
+            num_prompts=max(8, waves * concurrency),
+        )
+
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -51,6 +66,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("s_8k_1k_c8", 8192, 1024, 16, 8),
         Workload("s_8k_1k_c64", 8192, 1024, 64, 64),
         Workload("s_ragged_c32", 4096, 256, 128, 32, 0.9),
+        # To try the command, on a small model or without a GPU.
+        Workload("s_try_c2", 24, 4, 4, 2),
     )
 }
 
@@ -152,8 +169,10 @@ def server_command(
     ]  # fmt: skip
 
 
-def client_arguments(workload: Workload, model: Path, port: int, result: Path) -> list[str]:
-    """Return the arguments of ``vllm bench serve`` for one workload."""
+def client_arguments(
+    workload: Workload, model: Path, port: int, result: Path, seed: int = 0
+) -> list[str]:
+    """Return the arguments of ``vllm bench serve`` for one workload; `seed` draws the prompts."""
     return [
         "bench", "serve",
         "--backend", "openai",
@@ -173,9 +192,9 @@ def client_arguments(workload: Workload, model: Path, port: int, result: Path) -
         "--request-rate", "inf",
         "--ignore-eos",
         "--temperature", "0",
-        "--seed", "0",
+        "--seed", str(seed),
         "--percentile-metrics", "ttft,tpot,itl,e2el",
-        "--metric-percentiles", "50,99",
+        "--metric-percentiles", "50,90,99",
         "--disable-tqdm",
         "--save-result",
         "--result-dir", str(result.parent),

@@ -22,6 +22,7 @@ from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration import start_up
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TilewiseMetadata:
     attn: PagedAttention
     plan: Plan
     causal: bool = True
+    steps: StepMetrics | None = None
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -90,18 +92,21 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 vllm_config.parallel_config
             )
         scheduler = vllm_config.scheduler_config
+        impls = _group_impls(layer_names, vllm_config)
+        dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config)
         self.attn = PagedAttention(
             num_q_heads,
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             page_size=kv_cache_spec.block_size,
-            dtype=kv_cache_spec.dtype,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
             # Graphs may be captured for more requests than are ever scheduled.
             max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
             max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
             device=device,
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
-            window=_group_window(kv_cache_spec, layer_names, vllm_config),
+            window=_group_window(kv_cache_spec, impls),
         )
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         start_up.watch(self, layers)
@@ -111,16 +116,19 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         engine = getattr(parallel, "data_parallel_rank", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
-            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, pages of %d "
-            "tokens, %.1f MiB of workspace",
+            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s cache in "
+            "pages of %d tokens, %.1f MiB of workspace",
             len(layer_names),
             num_q_heads,
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
-            kv_cache_spec.dtype,
+            self.attn.dtype,
+            self.attn.kv_dtype,
             kv_cache_spec.block_size,
             self.attn.workspace_bytes / 2**20,
         )
+        self.steps = StepMetrics(self.attn.config)
+        describe_process()
 
     def _largest_graph(self) -> int:
         """Tokens of the largest captured batch; 0 without graphs."""
@@ -217,9 +225,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_query_len=max_query_len,
             has_decode=has_decode,
         )
-        path = _path(plan)
-        counters.add("steps", path=path)
-        counters.add("tokens", batch.num_actual_tokens, path=path)
+        self.steps.planned(plan, batch)
         counters.observe("build_seconds", time.perf_counter() - started)
         return TilewiseMetadata(
             num_actual_tokens=batch.num_actual_tokens,
@@ -232,20 +238,38 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             slot_mapping=batch.slot_mapping,
             attn=self.attn,
             plan=plan,
+            steps=self.steps,
         )
 
 
-def _group_window(
-    kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig
-) -> int | None:
+def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, TilewiseImpl]:
+    """Those layers of a group that are ours."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {name: impl for name, impl in impls.items() if isinstance(impl, TilewiseImpl)}
+
+
+def _group_dtypes(
+    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], vllm_config: VllmConfig
+) -> tuple[torch.dtype, torch.dtype | None]:
+    """Dtype of queries, and of the cache where it is fp8; its spec says uint8 for any fp8."""
+    kv_dtypes = {name: impl.kv_dtype for name, impl in impls.items()}
+    if len(set(kv_dtypes.values())) > 1:
+        raise UnsupportedConfig(
+            f"layers of one KV-cache group have caches of different dtypes ({kv_dtypes}; None is "
+            "the model's); tilewise plans for one a group"
+        )
+    kv_dtype = next(iter(kv_dtypes.values()), None)
+    return (kv_cache_spec.dtype if kv_dtype is None else vllm_config.model_config.dtype), kv_dtype
+
+
+def _group_window(kv_cache_spec: Any, impls: dict[str, TilewiseImpl]) -> int | None:
     """Sliding window of a group's layers; None without one.
 
     The layers say it themselves: where vLLM merges specs, a group's spec may name a window that
     only some of them have.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-    windows = {n: impl.window for n, impl in impls.items() if isinstance(impl, TilewiseImpl)}
+    windows = {name: impl.window for name, impl in impls.items()}
     if len(set(windows.values())) > 1:
         raise UnsupportedConfig(
             f"layers of one KV-cache group have different sliding windows ({windows}); "
@@ -254,13 +278,6 @@ def _group_window(
     if windows:
         return next(iter(windows.values()))
     return getattr(kv_cache_spec, "sliding_window", None)
-
-
-def _path(plan: Plan) -> str:
-    """Which kernels the layers of this step launch."""
-    if not plan.max_prefill_tiles:
-        return "decode"
-    return "mixed" if plan.has_decode else "prefill"
 
 
 def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:

@@ -43,7 +43,9 @@ class LayerKind:
     ``backend`` is ``TILEWISE``, the first of ``candidates``, or None where nobody computes the
     layer. ``kernels`` are named as in the counters of launches. ``prefill``, ``decode``,
     ``num_workers`` and ``workspace_bytes`` are the policy's choice for a layer of ours, else None;
-    the workspace is that of one KV-cache group of such layers.
+    the workspace is that of one KV-cache group of such layers. ``hopper_prefill`` is the Gluon
+    kernel's where that serves the layer, and ``prefill`` then its stand-in; ``why_not_hopper`` says
+    why it does not.
     """
 
     layers: tuple[int, ...]
@@ -57,6 +59,8 @@ class LayerKind:
     reasons: tuple[support.Reason, ...]
     kernels: tuple[str, ...] = ()
     prefill: Mapping[str, Any] | None = None
+    hopper_prefill: Mapping[str, Any] | None = None
+    why_not_hopper: str | None = None
     decode: Mapping[str, Any] | None = None
     num_workers: int | None = None
     workspace_bytes: int | None = None
@@ -206,15 +210,22 @@ def _planned(
     drafts = min(1 + server.num_speculative_tokens, policy.DECODE_MAX_QUERY_LEN)
     try:
         geometry = policy.Geometry(
-            kind.num_q_heads, kind.num_kv_heads, kind.head_size, page, ELEMENT_SIZE[request.dtype]
-        )
-        config = replace(policy.choose(geometry, device, drafts), window=kind.window or 0)
+            kind.num_q_heads, kind.num_kv_heads, kind.head_size, page, ELEMENT_SIZE[request.dtype],
+            1 if (request.kv_cache_dtype or "").startswith("fp8") else 0,
+        )  # fmt: skip
+        config = policy.choose(geometry, device, drafts, kind.window or 0)
     except UnsupportedConfig as error:
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
+    why_not = policy.why_not_hopper(geometry, device)
+    if why_not is None and (request.soft_cap or request.alibi or request.alibi_sqrt):
+        why_not = "a logits soft cap or ALiBi (accepted: neither)"
+    hopper = config.hopper_prefill if why_not is None else None
     return replace(
         kind,
-        kernels=("plan", "cache_write", "prefill", "decode"),
+        kernels=("plan", "cache_write", "hopper_prefill" if hopper else "prefill", "decode"),
         prefill=asdict(config.prefill),
+        hopper_prefill=asdict(hopper) if hopper else None,
+        why_not_hopper=why_not,
         decode=asdict(config.decode),
         num_workers=config.num_workers,
         workspace_bytes=workspace_bytes(config, server.max_num_seqs, server.max_num_batched_tokens),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tilewise.integration.doctor_model import OURS, LayerKind, ModelReport, ranges
+from tilewise.policy import HOPPER_ROWS
 
 if TYPE_CHECKING:
     from tilewise.integration.doctor import Report
@@ -83,15 +84,24 @@ def _layer_row(kind: LayerKind) -> tuple[str, ...]:
 
 
 def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
-    for name in ("prefill", "decode"):
-        tiles: Any = getattr(kind, name)
-        extra = f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB" if name == "prefill" else ""
+    first = (ranges(kind.layers), f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB")
+    names = ("prefill", "decode")
+    if kind.hopper_prefill is not None:
+        tiles: Any = kind.hopper_prefill
         yield (
-            ranges(kind.layers) if name == "prefill" else "", name,
+            first[0], "hopper_prefill", f"{HOPPER_ROWS} x {tiles['block_n']}", "-",
+            str(tiles["num_stages"]), "yes", first[1],
+        )  # fmt: skip
+        names, first = ("decode",), ("", "")
+    for name in names:
+        tiles = getattr(kind, name)
+        yield (
+            first[0], name,
             f"{tiles['block_m']} x {tiles['block_n']}", str(tiles["num_warps"]),
             f"{tiles['num_stages']}/{tiles['tail_stages']}",
-            "yes" if tiles["use_tma"] else "no", extra,
+            "yes" if tiles["use_tma"] else "no", first[1],
         )  # fmt: skip
+        first = ("", "")
 
 
 def show(report: Report) -> None:

@@ -9,11 +9,19 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from tilewise import counters, support
+from tilewise.device import fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.kernels.cache_write import write_kv_cache
 
 if TYPE_CHECKING:
     from tilewise.integration.builder import TilewiseMetadata
+
+# vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
+_FP8_CACHES = {
+    "fp8": ("kv_fp8", torch.float8_e4m3fn),
+    "fp8_e4m3": ("kv_fp8", torch.float8_e4m3fn),
+    "fp8_e5m2": ("kv_fp8_e5m2", torch.float8_e5m2),
+}
 
 
 class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
@@ -27,7 +35,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         One slope a head, the number of keys a query may see (itself included), and the bound of
         the logits; None for none (so is a soft cap of 0).
     kv_cache_dtype : str
-        ``auto`` or the model's own dtype.
+        ``auto``, the model's own dtype, ``fp8``, ``fp8_e4m3`` or ``fp8_e5m2``.
     attn_type : str
         ``AttentionType.DECODER``.
     kv_sharing_target_layer_name : str, optional
@@ -74,13 +82,21 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise _unsupported(
                 f"attention type {attn_type!r} (only {AttentionType.DECODER.value!r})"
             )
-        if kv_cache_dtype not in ("auto", "float16", "bfloat16"):
-            raise _unsupported(f"kv_cache_dtype {kv_cache_dtype!r}")
+        self.kv_dtype = self._kv_dtype()
         for name, value in extra.items():
             if not _switched_off(value):
                 raise _unsupported(f"the layer option {name!r} ({type(value).__name__})")
         if self.num_heads % self.num_kv_heads != 0:
             raise _unsupported(f"{self.num_heads} query heads over {self.num_kv_heads} KV heads")
+
+    def _kv_dtype(self) -> torch.dtype | None:
+        """Dtype of an fp8 cache; None for one in the model's dtype."""
+        if self.kv_cache_dtype in ("auto", "float16", "bfloat16"):
+            return None
+        row, dtype = _FP8_CACHES.get(self.kv_cache_dtype, ("", None))
+        if dtype is None or not support.is_native(row):
+            raise _unsupported(f"kv_cache_dtype {self.kv_cache_dtype!r}")
+        return dtype
 
     def _set_features(
         self,
@@ -130,18 +146,25 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         Parameters
         ----------
         layer : torch.nn.Module
-            The attention layer; unused.
+            The attention layer; of an fp8 cache it holds the scales, ``_k_scale`` and ``_v_scale``.
         key, value : Tensor[num_tokens, num_kv_heads, head_size]
             New keys and values; rows beyond ``slot_mapping`` are padding.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
-            Keys and values side by side, with any strides but a unit last one.
+            Keys and values side by side, with any strides but a unit last one; uint8 for fp8.
         slot_mapping : Tensor[num_slots], int64
             Page times page size plus place in the page; -1 for padding.
         """
         if self.kv_sharing_target_layer_name is not None or slot_mapping.shape[0] == 0:
             return
         k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
-        write_kv_cache(k_cache, v_cache, key, value, slot_mapping)
+        if self.kv_dtype is None:
+            write_kv_cache(k_cache, v_cache, key, value, slot_mapping)
+        else:
+            write_kv_cache(
+                k_cache, v_cache, key, value, slot_mapping,
+                fp8_format=fp8_format(self.kv_dtype, kv_cache.device),
+                k_scale=layer._k_scale, v_scale=layer._v_scale,
+            )  # fmt: skip
         counters.add("launches", kernel="cache_write")
 
     def forward(
@@ -161,7 +184,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         Parameters
         ----------
         layer : torch.nn.Module
-            The attention layer; unused.
+            The attention layer; of an fp8 cache it holds the scales, ``_k_scale`` and ``_v_scale``.
         query : Tensor[num_tokens, num_heads, head_size]
             Queries; may have more rows than the step has tokens.
         key, value : Tensor[num_tokens, num_kv_heads, head_size], optional
@@ -191,15 +214,20 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise _unsupported("a quantised attention output (output_scale)")
         if attn_metadata is None:
             return output.fill_(0)
+        if attn_metadata.steps is not None:
+            attn_metadata.steps.ran()
         attn = attn_metadata.attn
         if attn.window != self.window:
             raise UnsupportedConfig(
                 f"the step was planned for a window of {attn.window}, the layer's is {self.window}"
             )
+        # Scales stay on the device: no host copy, and graphs see what is loaded later.
+        fp8 = self.kv_dtype is not None
         attn.run(
             query, kv_cache, scale=self.scale, out=output, plan=attn_metadata.plan,
             sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
-            alibi_sqrt=self.alibi_sqrt,
+            alibi_sqrt=self.alibi_sqrt, k_scale=layer._k_scale if fp8 else None,
+            v_scale=layer._v_scale if fp8 else None,
         )  # fmt: skip
         return output
 

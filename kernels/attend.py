@@ -6,6 +6,7 @@ qk = shape(q k^T);  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.fp8 import WEIGHT_SHIFT, decode_fp8, decode_pairs
 from tilewise.kernels.logits import shape_logits
 from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
@@ -32,6 +33,7 @@ def window_ranges(begin, end, last_pos, full, WINDOW: tl.constexpr, BLOCK_N: tl.
 @triton.jit
 def attend(
     acc,
+    acc_odd,
     m_i,
     l_i,
     q,
@@ -61,20 +63,30 @@ def attend(
     NUM_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    V_PAIRS: tl.constexpr,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos.
 
     With a ``WINDOW`` they see the last ``WINDOW`` of these, none of them before ``first_key``.
     ``cap_log2`` and ``slope_log2`` shape the logits (``shape_logits``); each may be None.
+    ``KV_FORMAT`` says how bytes of an fp8 cache are read (``tilewise.kernels.fp8``); with
+    ``ROW_SCALE`` every row has a ``scale_log2`` of its own.  With ``V_PAIRS`` values come as
+    uint16, two columns in one, and ``acc`` keeps the even columns, ``acc_odd`` the odd ones; it
+    is unused otherwise.
     """
     SHAPED: tl.constexpr = (cap_log2 is not None) or (slope_log2 is not None)
+    AS_FP16: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.float16)
+    SHIFT: tl.constexpr = WEIGHT_SHIFT if AS_FP16 else 0.0
+    PACK: tl.constexpr = 2 if V_PAIRS else 1
     limit = tl.minimum(hi * BLOCK_N, seq_len)
     pages = tile_pages(block_table_row_ptr, lo * BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
     for j in tl.range(lo, hi, num_stages=NUM_STAGES):
         start = j * BLOCK_N
         if USE_TMA:
             k = load_tile_tma(k_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D)
-            v = load_tile_tma(v_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D)
+            v = load_tile_tma(v_src, pages, kv_head, start, PAGE_SIZE, BLOCK_N, BLOCK_D // PACK)
         else:
             k = load_tile(
                 k_src, pages, start, seq_len, first_key, stride_k_p, stride_k_s,
@@ -82,13 +94,16 @@ def attend(
             )  # fmt: skip
             v = load_tile(
                 v_src, pages, start, seq_len, first_key, stride_v_p, stride_v_s,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, MASKED, WINDOW,
+                HEAD_DIM // PACK, PAGE_SIZE, BLOCK_N, BLOCK_D // PACK, MASKED, WINDOW,
             )  # fmt: skip
+        if KV_FORMAT != "":
+            k = decode_fp8(k, KV_FORMAT).to(q.dtype)
         pages = tile_pages(block_table_row_ptr, start + BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         n = start + tl.arange(0, BLOCK_N)
         if SHAPED:
-            qk = shape_logits(qk, n, pos, scale_log2, cap_log2, slope_log2, ALIBI_SQRT)
+            factor = scale_log2[:, None] if ROW_SCALE else scale_log2
+            qk = shape_logits(qk, n, pos, factor, cap_log2, slope_log2, ALIBI_SQRT)
         if MASKED:
             visible = n[None, :] <= pos[:, None]
             if WINDOW:
@@ -99,9 +114,21 @@ def attend(
                 owned = n < seq_len
                 if WINDOW:
                     owned = owned & (n >= first_key)
-                v = tl.where(owned[:, None], v, 0.0)
-        p, alpha, m_i = softmax_step(qk, m_i, 1.0 if SHAPED else scale_log2, MASKED)
+                v = tl.where(owned[:, None], v, 0)
+        if SHAPED:
+            p, alpha, m_i = softmax_step(qk, m_i, 1.0, MASKED, False, SHIFT)
+        else:
+            p, alpha, m_i = softmax_step(qk, m_i, scale_log2, MASKED, ROW_SCALE, SHIFT)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m_i, l_i
+        p = p.to(q.dtype)
+        if V_PAIRS:
+            acc_odd = acc_odd * alpha[:, None]
+            even, odd = decode_pairs(v, KV_FORMAT)
+            acc = tl.dot(p, even.to(q.dtype), acc, input_precision=PRECISION)
+            acc_odd = tl.dot(p, odd.to(q.dtype), acc_odd, input_precision=PRECISION)
+        else:
+            if KV_FORMAT != "":
+                v = decode_fp8(v, KV_FORMAT).to(q.dtype)
+            acc = tl.dot(p, v, acc, input_precision=PRECISION)
+    return acc, acc_odd, m_i, l_i

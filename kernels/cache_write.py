@@ -4,18 +4,23 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.kernels.fp8 import FORMATS, encode_fp8
+from tilewise.kernels.launch import KvCache, Launcher
 
-# A micro-batch's slots are a slice of the step's: their address may have any alignment.
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["num_tokens", "slot_mapping_ptr"],
-)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# Micro-batches and cache groups slice the slot mapping anywhere.
+_VARYING = ["num_tokens", "slot_mapping_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_VARYING)
 def _write_kv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     key_ptr,
     value_ptr,
     slot_mapping_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     num_tokens,
     stride_kc_p,
     stride_kc_h,
@@ -31,8 +36,14 @@ def _write_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    K_SCALE_STEP: tl.constexpr,
+    V_SCALE_STEP: tl.constexpr,
 ):
-    """cache[slot // PAGE_SIZE, head, slot % PAGE_SIZE] = token; grid = (token tiles, heads)."""
+    """cache[slot // PAGE_SIZE, head, slot % PAGE_SIZE] = token; grid = (token tiles, heads).
+
+    With a ``KV_FORMAT`` the cache holds ``fp8(token / scale)``; scales may be None for 1.
+    """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -48,10 +59,23 @@ def _write_kv_kernel(
     v = tl.load(
         value_ptr + token[:, None] * stride_v_t + head * stride_v_h + offs_d[None, :], mask=mask
     )
+    if KV_FORMAT != "":
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+        # Divisions that round as IEEE's do, so that the bytes are those of any other writer.
+        if k_scale_ptr is not None:
+            k = tl.div_rn(k, tl.load(k_scale_ptr + head * K_SCALE_STEP))
+        if v_scale_ptr is not None:
+            v = tl.div_rn(v, tl.load(v_scale_ptr + head * V_SCALE_STEP))
+        k = encode_fp8(k, KV_FORMAT)
+        v = encode_fp8(v, KV_FORMAT)
     k_rows = page * stride_kc_p + head * stride_kc_h + in_page * stride_kc_s
     v_rows = page * stride_vc_p + head * stride_vc_h + in_page * stride_vc_s
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], k, mask=mask)
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], v, mask=mask)
+
+
+_launch_write = Launcher(_write_kv_kernel)
 
 
 def _check_write(
@@ -60,7 +84,15 @@ def _check_write(
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
+    fp8_format: str,
 ) -> None:
+    if fp8_format not in FORMATS:
+        raise ValueError(f"fp8_format={fp8_format!r}; accepted: {', '.join(map(repr, FORMATS))}")
+    if (k_cache.dtype == torch.uint8) != bool(fp8_format):
+        raise ValueError(
+            f"k_cache is {k_cache.dtype} with fp8_format={fp8_format!r}; accepted: torch.uint8 "
+            "with an fp8 format, any other dtype without"
+        )
     if k_cache.dim() != 4 or k_cache.stride(3) != 1 or v_cache.stride(-1) != 1:
         raise ValueError(
             f"caches have strides {k_cache.stride()} and {v_cache.stride()}; accepted: "
@@ -79,12 +111,29 @@ def _check_write(
     heads_and_dim = (k_cache.shape[1], k_cache.shape[3])
     for name, x in (("key", key), ("value", value)):
         fits = x.dim() == 3 and x.shape[1:] == heads_and_dim and x.stride(2) == 1
-        if not fits or x.shape[0] < slot_mapping.shape[0] or x.dtype != k_cache.dtype:
+        dtypes = _FLOATS if fp8_format else (k_cache.dtype,)
+        if not fits or x.shape[0] < slot_mapping.shape[0] or x.dtype not in dtypes:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; accepted: "
-                f"{k_cache.dtype} [>= {slot_mapping.shape[0]}, {heads_and_dim[0]}, "
-                f"{heads_and_dim[1]}] with unit last stride"
+                f"{' or '.join(map(str, dtypes))} [>= {slot_mapping.shape[0]}, "
+                f"{heads_and_dim[0]}, {heads_and_dim[1]}] with unit last stride"
             )
+
+
+def _check_scale(
+    name: str, scale: torch.Tensor | None, k_cache: torch.Tensor, fp8_format: str
+) -> None:
+    if scale is None:
+        return
+    if not fp8_format:
+        raise ValueError(f"{name} is given for a cache that is not fp8; accepted: None")
+    heads = k_cache.shape[1]
+    fits = scale.numel() in (1, heads) and scale.is_contiguous()
+    if not fits or scale.dtype != torch.float32 or scale.device != k_cache.device:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
+            f"contiguous torch.float32 of 1 or {heads} elements on {k_cache.device}"
+        )
 
 
 def write_kv_cache(
@@ -93,33 +142,51 @@ def write_kv_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    fp8_format: str = "",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store the first ``len(slot_mapping)`` tokens' keys and values into their slots.
 
     Parameters
     ----------
     k_cache, v_cache : Tensor[num_pages, num_kv_heads, page_size, head_dim]
-        Any strides, unit stride in the last axis; written in place.
+        Any strides, unit stride in the last axis; written in place.  uint8 with ``fp8_format``.
     key, value : Tensor[num_tokens, num_kv_heads, head_dim]
-        Same dtype as the cache; may be padded beyond ``slot_mapping``.  Unit last stride.
+        Same dtype as the cache, or fp16, bf16 or fp32 with ``fp8_format``; may be padded beyond
+        ``slot_mapping``.  Unit last stride.
     slot_mapping : Tensor[num_slots], int64 or int32
         ``page * page_size + slot`` of each token; negative slots are skipped.
+    fp8_format : str
+        Store fp8, in this format of ``tilewise.kernels.fp8``: the bytes nearest to the value over
+        its scale, ties to even, with what is too large (infinities too) stored as the largest
+        finite value.  NaN stays NaN.
+    k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, optional
+        Divisors with ``fp8_format``; None for 1.
 
     Raises
     ------
     ValueError
         Naming the tensor that does not fit.
     """
-    _check_write(k_cache, v_cache, key, value, slot_mapping)
+    _check_write(k_cache, v_cache, key, value, slot_mapping, fp8_format)
+    _check_scale("k_scale", k_scale, k_cache, fp8_format)
+    _check_scale("v_scale", v_scale, k_cache, fp8_format)
+    kv = KvCache(k_cache, v_cache, fp8_format, k_scale, v_scale)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
     _, num_heads, page_size, head_dim = k_cache.shape
     block_t = 16
-    _write_kv_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
-        k_cache, v_cache, key, value, slot_mapping, num_tokens,
+    args = (
+        k_cache, v_cache, key, value, slot_mapping, k_scale, v_scale, num_tokens,
         *k_cache.stride()[:3], *v_cache.stride()[:3],
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
+    constants = dict(
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_dim), **kv.constants,
+    )  # fmt: skip
+    grid = (triton.cdiv(num_tokens, block_t), num_heads, 1)
+    _launch_write(grid, args, constants, num_warps=4)

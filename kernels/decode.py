@@ -11,12 +11,15 @@ last of them to arrive merges the pieces in their order, so results repeat from 
 Sources: Dao et al., Flash-Decoding (2023); Osama et al., Stream-K (2023), for the even ranges.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, window_ranges
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.fp8 import fp16_rows
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
@@ -91,6 +94,8 @@ def _decode_kernel(
     cap_log2,
     sinks_ptr,
     slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -117,10 +122,16 @@ def _decode_kernel(
     TAIL_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    K_SCALE_STEP: tl.constexpr,
+    V_SCALE_STEP: tl.constexpr,
+    V_PAIRS: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + causal mask) v for short queries; grid = (workers,).
 
-    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` are None for none.
+    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
+    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
+    the values' views are of uint16 (``attend``).
     """
     worker = tl.program_id(0)
     record = worker_record_ptr + worker * 8
@@ -179,9 +190,18 @@ def _decode_kernel(
         q_item_ptr = q_ptr + req_token * stride_q_t + first_head * stride_q_h
         q = tl.load(q_item_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
 
+        ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
+        scale = scale_log2
+        if k_scale_ptr is not None:
+            scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
+        if ROW_SCALE:
+            q, q_scale = fp16_rows(q)
+            scale *= q_scale
+
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
+        acc_odd = acc if V_PAIRS else 0.0
         first_pos = seq_len - query_len + m_tile * BLOCK_M // GROUP_SIZE
         full = tl.maximum(first_pos + 1, 0) // BLOCK_N  # tiles that every row sees whole
         block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
@@ -202,32 +222,35 @@ def _decode_kernel(
             if WINDOW:
                 last_pos = first_pos + tl.cdiv(BLOCK_M, GROUP_SIZE)
                 lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
-                acc, m_i, l_i = attend(
-                    acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, inside,
-                    pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+                acc, acc_odd, m_i, l_i = attend(
+                    acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
+                    lo, inside, pos, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-                    WINDOW, ALIBI_SQRT,
+                    WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS,
                 )  # fmt: skip
                 lo = inside
             split = tl.minimum(tl.maximum(full, lo), hi)
-            acc, m_i, l_i = attend(
-                acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
-                pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            acc, acc_odd, m_i, l_i = attend(
+                acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
+                pos, seq_len, first_key, scale, cap_log2, slope_log2,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-                WINDOW, ALIBI_SQRT,
+                WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS,
             )  # fmt: skip
         else:
             # Masked rows cost nothing here (the copies themselves skip them), so one loop will do.
             split = lo
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
-            pos, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+        acc, acc_odd, m_i, l_i = attend(
+            acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
+            pos, seq_len, first_key, scale, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
-            TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT,
+            TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
+            ROW_SCALE, V_PAIRS,
         )  # fmt: skip
+        if V_PAIRS:
+            acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
 
         complete = True
         if end - begin < length:
@@ -257,6 +280,8 @@ def _decode_kernel(
                 sink = tl.load(sinks_ptr + first_head + flat % GROUP_SIZE)
                 acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
             out, lse = softmax_finish(acc, m_i, l_i)
+            if v_scale_ptr is not None:
+                out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
             o_rows = token * stride_o_t + flat % GROUP_SIZE * stride_o_h
             o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
             o_ptrs = o_item_ptr + (o_rows[:, None] + offs_d[None, :])
@@ -266,6 +291,15 @@ def _decode_kernel(
                 lse_item_ptr = lse_ptr + req_token * NUM_Q_HEADS + first_head
                 tl.store(lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok)
         cursor += end - begin
+
+
+_launch_decode = Launcher(_decode_kernel)
+
+
+def _values_pair_up(kv: KvCache, block_d: int) -> bool:
+    """Whether an fp8 cache's values can be read two columns at a time."""
+    even = kv.v.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in kv.v.stride()[:-1])
+    return kv.format != "" and even and block_d >= 64
 
 
 def decode_attention(
@@ -320,17 +354,23 @@ def decode_attention(
         Keys a query may see, itself included; 0 for all.  The plan must have been made for it.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
+    v_pairs = _values_pair_up(kv, block_d)
+    if v_pairs:
+        kv = replace(kv, v=kv.v.view(torch.uint16))
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
-    _decode_kernel[(arrivals.shape[0],)](
+    args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
-        *logits.arguments,
+        *logits.arguments, kv.k_scale, kv.v_scale,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
-        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
+        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
     )  # fmt: skip
+    _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps)

@@ -12,7 +12,8 @@ The maths, the tile list and the packing of a KV head's query heads into rows ar
 * ``_consumer`` (four warps, twice) computes S = Q K^T of block j + 1 while P V of block j runs
   (FlashAttention-3, Shah et al., 2024).  Its running maximum is kept stale while no weight
   exceeds 2**8; the accumulator is rescaled only when some row of the warp needs it (the exact
-  result does not depend on that, since one division at the end normalises).
+  result does not depend on that, since one division at the end normalises).  Rows leave through
+  the memory that held their queries, which makes room for a third block of keys and values.
 """
 
 import torch
@@ -27,30 +28,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.launch import KvCache
+from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.plan import COUNTERS
 
 # Triton 3.8 names them anew and drops the old names later.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-BLOCK_M = 128
 ROWS = gl.constexpr(64)  # of one warpgroup
-TILE_FIELDS = 6
+TILE_FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
 def _field(tile_s, slot, index: gl.constexpr, NUM_WARPS: gl.constexpr):
     """Read one scalar of a published tile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-    return gl.max(tile_s.index(slot * 6 + index).load(layout), 0)
+    return gl.max(tile_s.index(slot * TILE_FIELDS + index).load(layout), 0)
 
 
 @gluon.jit
 def _publish(tile_s, slot, index: gl.constexpr, value):
     """Write one scalar of a tile for the consumers (the producer has one warp)."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_s.index(slot * 6 + index).store(gl.full([1], value, gl.int32, layout))
+    tile_s.index(slot * TILE_FIELDS + index).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.jit
@@ -77,16 +78,21 @@ def _copy_block(
 
 @gluon.jit
 def _block_pages(
-    block_table_row_ptr, block, seq_len,
+    block_table_row_ptr, block, first_key, seq_len,
     BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Pages of a key block: one, or two of half a block. Pages without keys read as page 0."""
+    """Pages of a key block: one, or two of half a block.
+
+    Pages of no visible key read as page 0: what the table says of them may be anything.
+    """
     start = block * BLOCK_N
-    page0 = gl.load(block_table_row_ptr + start // PAGE_SIZE, mask=start < seq_len, other=0)
+    wanted = (start < seq_len) & (start + PAGE_ROWS > first_key)
+    page0 = gl.load(block_table_row_ptr + start // PAGE_SIZE, mask=wanted, other=0)
     page1 = page0
     if PAGE_ROWS < BLOCK_N:
         second = start + PAGE_ROWS
-        page1 = gl.load(block_table_row_ptr + second // PAGE_SIZE, mask=second < seq_len, other=0)
+        wanted = (second < seq_len) & (start + BLOCK_N > first_key)
+        page1 = gl.load(block_table_row_ptr + second // PAGE_SIZE, mask=wanted, other=0)
     return page0, page1
 
 
@@ -95,8 +101,9 @@ def _producer(
     q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
     tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Announce tiles and copy their Q, K and V until the counter runs out."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
     TOKENS: gl.constexpr = ROWS // GROUP_SIZE  # of one warpgroup
@@ -119,6 +126,10 @@ def _producer(
         first_pos = seq_len - query_len + first_token
         last = gl.minimum(first_pos + 2 * TOKENS, seq_len)
         blocks = gl.maximum((last + BLOCK_N - 1) // BLOCK_N, 1)
+        first_key = 0
+        if WINDOW:
+            first_key = gl.maximum(first_pos + 1 - WINDOW, 0)
+        first_block = gl.minimum(first_key // BLOCK_N, blocks - 1)
 
         slot = done & 1
         mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
@@ -128,10 +139,13 @@ def _producer(
         _publish(tile_s, slot, 3, seq_len)
         _publish(tile_s, slot, 4, kv_head)
         _publish(tile_s, slot, 5, blocks)
+        _publish(tile_s, slot, 6, first_key)
         mbarrier.arrive(t_full.index(slot))
 
         row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
-        page0, page1 = _block_pages(row_ptr, blocks - 1, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+        page0, page1 = _block_pages(
+            row_ptr, blocks - 1, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
+        )
         for group in gl.static_range(2):
             mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
             mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
@@ -139,11 +153,13 @@ def _producer(
             _tma_load(
                 q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
             )
-        for n in range(blocks):
+        for n in range(blocks - first_block):
             block = blocks - 1 - n
             # One block ahead, so that no copy waits for a page id.
-            ahead = gl.maximum(block - 1, 0)
-            next0, next1 = _block_pages(row_ptr, ahead, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+            ahead = gl.maximum(block - 1, first_block)
+            next0, next1 = _block_pages(
+                row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
+            )
             stage = ring % STAGES
             parity = ((ring // STAGES) & 1) ^ 1
             in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
@@ -194,6 +210,7 @@ def _rescale_constraints(n):
 
 _ASM_32, _TIES_32 = _rescale_asm(32), _rescale_constraints(32)
 _ASM_64, _TIES_64 = _rescale_asm(64), _rescale_constraints(64)
+_ASM_128, _TIES_128 = _rescale_asm(128), _rescale_constraints(128)
 
 
 @gluon.jit
@@ -204,20 +221,29 @@ def _rescale(acc, alpha):
         return gl.inline_asm_elementwise(
             _ASM_32, _TIES_32, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
         )
-    else:
-        gl.static_assert(acc.shape[1] == 128)
+    elif acc.shape[1] == 128:
         return gl.inline_asm_elementwise(
             _ASM_64, _TIES_64, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
+        )
+    else:
+        gl.static_assert(acc.shape[1] == 256)
+        return gl.inline_asm_elementwise(
+            _ASM_128, _TIES_128, [acc, factor], dtype=gl.float32, is_pure=True, pack=128
         )
 
 
 @gluon.jit
-def _mask(s, first_pos, start, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Keep keys up to each row's own position."""
+def _mask(
+    s, first_pos, start, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Keep keys up to each row's own position, with a window the last ones of these."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    pos = first_pos + row // GROUP_SIZE
-    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(pos, 1), s, float("-inf"))
+    pos = gl.expand_dims(first_pos + row // GROUP_SIZE, 1)
+    seen = gl.expand_dims(key, 0) <= pos
+    if WINDOW:
+        seen = seen & (gl.expand_dims(key, 0) > pos - WINDOW)
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -240,17 +266,17 @@ def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _clear_tail(pages_s, stage, keys_left, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zero the rows of V at and past ``keys_left``: their weight is 0, but 0 * NaN is not."""
+def _clear_rows(pages_s, stage, begin, end, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the rows of V outside ``begin .. end``: their weight is 0, but 0 * NaN is not."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))
     for slab in gl.static_range(HEAD_DIM // 64):
         columns = pages_s.index(stage * (HEAD_DIM // 64) + slab)
         for strip in gl.static_range(BLOCK_N // 16):
-            if strip * 16 + 16 > keys_left:
+            if (strip * 16 < begin) | (strip * 16 + 16 > end):
                 part = columns.slice(strip * 16, 16)
-                keep = gl.expand_dims(strip * 16 + row < keys_left, 1)
-                part.store(gl.where(keep, part.load(layout), 0.0))
+                keep = (strip * 16 + row >= begin) & (strip * 16 + row < end)
+                part.store(gl.where(gl.expand_dims(keep, 1), part.load(layout), 0.0))
     fence_async_shared()
     _partition_barrier()
 
@@ -258,18 +284,17 @@ def _clear_tail(pages_s, stage, keys_left, BLOCK_N: gl.constexpr, HEAD_DIM: gl.c
 @gluon.jit
 def _store_rows(
     out_ptr, lse_ptr, out_desc, acc, m, sums, row_token, rows_left, kv_head, o_s, o_token_s,
-    stride_o_t, stride_o_h, GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+    stride_o_t, stride_o_h, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Write one warpgroup's rows: by bulk copy if all belong to the request, else row by row."""
     TOKENS: gl.constexpr = ROWS // GROUP_SIZE
     out = acc.to(out_ptr.dtype.element_ty)
     if rows_left >= TOKENS:
-        tma.store_wait(0)
-        _partition_barrier()
-        o_s.index(GROUP).store(out)
+        o_s.store(out)
         fence_async_shared()
-        _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s.index(GROUP))
+        _partition_barrier()
+        _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
     else:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
         d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
@@ -289,11 +314,39 @@ def _store_rows(
 
 
 @gluon.jit
+def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr):
+    """Give each row's sum its head's sink; return the maximum, the sum, the weights' factor."""
+    row = gl.arange(0, ROWS, m.type.layout)
+    sink = gl.load(sinks_ptr + kv_head * GROUP_SIZE + row % GROUP_SIZE).to(gl.float32)
+    sink = sink * 1.4426950408889634
+    m_new = gl.maximum(m, sink)
+    factor = gl.exp2(m - m_new)
+    return m_new, total * factor + gl.exp2(sink - m_new), factor
+
+
+@gluon.jit
+def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_SIZE: gl.constexpr):
+    """The fields of tile number ``done``, as this warpgroup sees them; 0 blocks after the last."""
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    slot = done & 1
+    mbarrier.wait(t_full.index(slot), (done >> 1) & 1)
+    row_token = _field(tile_s, slot, 0, 4) + GROUP * TOKENS
+    rows_left = _field(tile_s, slot, 1, 4) - GROUP * TOKENS
+    first_pos = _field(tile_s, slot, 2, 4) + GROUP * TOKENS
+    seq_len = _field(tile_s, slot, 3, 4)
+    kv_head = _field(tile_s, slot, 4, 4)
+    blocks = _field(tile_s, slot, 5, 4)
+    first_key = _field(tile_s, slot, 6, 4)
+    mbarrier.arrive(t_empty.index(slot))
+    return row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key
+
+
+@gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, out_desc, bars, q_s, k_s, v_s, v_slabs_s, o_s, o_token_s, tile_s,
+    out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s, tile_s,
     stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
@@ -301,36 +354,42 @@ def _consumer(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
     dtype: gl.constexpr = out_ptr.dtype.element_ty
+    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    # Blocks of a narrow window all touch an edge; a wide one has whole ones between its edges.
+    PARTS: gl.constexpr = (1 if WINDOW < 4 * BLOCK_N else 3) if WINDOW else 2
     q = q_s.index(GROUP)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     k_ring = 0
     v_ring = 0
     done = 0
-    mbarrier.wait(t_full.index(0), 0)
-    blocks = _field(tile_s, 0, 5, 4)
+    row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
+        tile_s, t_full, t_empty, 0, GROUP, GROUP_SIZE
+    )
     while blocks > 0:
-        slot = done & 1
-        row_token = _field(tile_s, slot, 0, 4) + GROUP * TOKENS
-        rows_left = _field(tile_s, slot, 1, 4) - GROUP * TOKENS
-        first_pos = _field(tile_s, slot, 2, 4) + GROUP * TOKENS
-        seq_len = _field(tile_s, slot, 3, 4)
-        kv_head = _field(tile_s, slot, 4, 4)
-        mbarrier.arrive(t_empty.index(slot))
-        # Blocks 0 .. full - 1 are seen whole by every row; the last block is always masked.
-        full = gl.minimum(gl.maximum(first_pos + 1, 0) // BLOCK_N, blocks - 1)
-
-        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
-        m = gl.full([ROWS], -1e30, gl.float32, m_layout)
-        mbarrier.wait(q_full.index(GROUP), done & 1)
         stage = k_ring % STAGES
+        mbarrier.wait(q_full.index(GROUP), done & 1)
         mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         k_ring += 1
-        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_SIZE, BLOCK_N)
+        count = blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)
+        # Block n (of 0 .. count) is blocks - 1 - n. Those from ``whole`` to ``edge`` need no mask:
+        # they lie below the diagonal and, under a window, right of the last row's first key.
+        whole = count
+        edge = count
+        if PARTS > 1:
+            whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
+            whole = gl.minimum(whole, count)
+        if PARTS > 2:
+            leftmost = gl.maximum(first_pos + TOKENS - WINDOW, 0)
+            edge = gl.maximum(blocks - (leftmost + BLOCK_N - 1) // BLOCK_N, whole)
+            edge = gl.minimum(edge, count)
+
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+        m = gl.full([ROWS], -1e30, gl.float32, m_layout)
+        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_SIZE, BLOCK_N, WINDOW)
         m = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
         sums = _row_sums(p, BLOCK_N)
@@ -338,11 +397,11 @@ def _consumer(
         keys_left = seq_len - (blocks - 1) * BLOCK_N
         if keys_left < BLOCK_N:
             mbarrier.wait(v_full.index(v_ring % STAGES), (v_ring // STAGES) & 1)
-            _clear_tail(v_slabs_s, v_ring % STAGES, keys_left, BLOCK_N, HEAD_DIM)
-        mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=blocks > 1)
-        for part in gl.static_range(2):  # 0: blocks that touch the diagonal, 1: whole ones
-            begin = 1 if part == 0 else blocks - full
-            end = blocks - full if part == 0 else blocks
+            _clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, HEAD_DIM)
+        mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=count > 1)
+        for part in gl.static_range(PARTS):
+            begin = 1 if part == 0 else (whole if part == 1 else edge)
+            end = count if part == PARTS - 1 else (whole if part == 0 else edge)
             for n in range(begin, end):
                 stage = k_ring % STAGES  # its K is there: waited for below
                 v_stage = v_ring % STAGES
@@ -356,8 +415,9 @@ def _consumer(
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
-                if part == 0:
-                    s = _mask(s, first_pos, (blocks - 1 - n) * BLOCK_N, GROUP_SIZE, BLOCK_N)
+                if part != 1:
+                    start = (blocks - 1 - n) * BLOCK_N
+                    s = _mask(s, first_pos, start, GROUP_SIZE, BLOCK_N, WINDOW)
                 p, m, sums, alpha = _softmax(s, m, sums, scale_log2, BLOCK_N)
                 k_ring += 1
                 v_ring += 1
@@ -365,32 +425,41 @@ def _consumer(
                 # the basic block, or ptxas lifts the latter above the exponentials and nothing
                 # overlaps.  p and sums among the deps keep LLVM from sinking them below.
                 mbarrier.wait(
-                    k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=n + 1 < blocks
+                    k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=n + 1 < count
                 )
                 acc, p, sums = warpgroup_mma_wait(0, deps=[pending, p, sums])
                 mbarrier.arrive(k_empty.index(stage))
                 mbarrier.arrive(v_empty.index(v_stage))
-        mbarrier.arrive(q_empty.index(GROUP))
         p16 = gl.convert_layout(p.to(dtype), p_layout)
         acc = _rescale(acc, alpha)
         v_stage = v_ring % STAGES
         mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
+        if WINDOW:
+            strangers = first_key - (blocks - count) * BLOCK_N
+            if strangers > 0:
+                _clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, HEAD_DIM)
         pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(v_empty.index(v_stage))
         v_ring += 1
 
         total = gl.convert_layout(gl.sum(sums, 1), m_layout)
-        inverse = gl.where(total != 0.0, 1.0 / total, 0.0)
+        factor = 1.0
+        if sinks_ptr is not None:
+            m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE)
+        inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
-            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head, o_s,
-            o_token_s, stride_o_t, stride_o_h, GROUP, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
+            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
+            q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
+            NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(GROUP))
         done += 1
-        mbarrier.wait(t_full.index(done & 1), (done >> 1) & 1)
-        blocks = _field(tile_s, done & 1, 5, 4)
-    tma.store_wait(0)
+        row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
+            tile_s, t_full, t_empty, done, GROUP, GROUP_SIZE
+        )
 
 
 @gluon.jit
@@ -401,16 +470,17 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-_VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
+_VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
 
 @gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
 def _hopper_prefill_kernel(
-    out_ptr, lse_ptr, out_desc, q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr,
-    block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, scale_log2,
-    stride_o_t, stride_o_h, stride_bt_b,
+    out_ptr, lse_ptr, sinks_ptr, out_desc, q_desc, k_desc, v_desc, query_start_loc_ptr,
+    seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr,
+    scale_log2, stride_o_t, stride_o_h, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -420,10 +490,8 @@ def _hopper_prefill_kernel(
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout)
-    q_rows_s = q_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
-    o_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], rows_layout)
-    o_token_s = o_s._reinterpret(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], out_desc.layout)
+    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout)
+    q_s = q_token_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
     pieces: gl.constexpr = STAGES * SLABS * (BLOCK_N // PAGE_ROWS)
@@ -431,28 +499,29 @@ def _hopper_prefill_kernel(
     v_pages_s = v_s._reinterpret(dtype, [pieces, 1, 1, PAGE_ROWS, 64], v_desc.layout)
     v_slabs_s = v_s._reinterpret(dtype, [STAGES * SLABS, BLOCK_N, 64], slab_layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_s = gl.allocate_shared_memory(gl.int32, [2 * 6, 1], flat)
+    tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     bars = (
-        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2),
-        _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 2),
+        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1),
+        _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1),
+        _barriers(2, 2),
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, out_desc, bars, q_rows_s, k_s, v_s, v_slabs_s, o_s, o_token_s,
+                out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, BLOCK_N, STAGES,
+                HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, out_desc, bars, q_rows_s, k_s, v_s, v_slabs_s, o_s, o_token_s,
+                out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, BLOCK_N, STAGES,
+                HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
-                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s,
-                k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, PAGE_SIZE,
-                BLOCK_N, STAGES,
+                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
+                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
+                PAGE_SIZE, WINDOW, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],
@@ -460,21 +529,7 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def hopper_prefill_supported(group_size: int, head_dim: int, page_size: int) -> str | None:
-    """Why the Hopper kernel cannot serve a layer, or None if it can.
-
-    Parameters
-    ----------
-    group_size, head_dim, page_size : int
-        Query heads per KV head, head size, tokens per page.
-    """
-    if group_size & (group_size - 1) or group_size > 64:
-        return f"group size {group_size} (accepted: powers of two to 64)"
-    if head_dim not in (64, 128):
-        return f"head_dim {head_dim} (accepted: 64, 128)"
-    if page_size != 64 and page_size % 128:
-        return f"page_size {page_size} (accepted: 64 and multiples of 128)"
-    return None
+_launch_hopper_prefill = Launcher(_hopper_prefill_kernel)
 
 
 def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -498,32 +553,41 @@ def hopper_prefill_attention(
     header: torch.Tensor,
     tile_req: torch.Tensor,
     tile_token: torch.Tensor,
-    counter: torch.Tensor,
-    scale: float,
+    logits: Logits,
     *,
+    window: int,
     num_programs: int,
-    block_n: int = 128,
-    stages: int = 2,
+    block_n: int,
+    num_stages: int,
 ) -> None:
     """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
 
+    Soft caps and ALiBi are not computed; addresses and strides must suit the copy engine
+    (``tma_strides``, 16 bytes).
+
     Parameters
     ----------
-    counter : Tensor[2], int32
-        Zero before and after every launch.
+    header : Tensor[5], int32
+        The plan's; its last two are this kernel's counters, zero before and after every launch.
     num_programs : int
         Persistent programs: one an SM.
+    block_n, num_stages : int
+        Keys a block; blocks of K, and of V, in flight.
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
-    tokens = 64 // group_size
-    rows = [tokens, group_size, head_dim]
+    rows = [64 // group_size, group_size, head_dim]
     page = [1, 1, min(page_size, block_n), 64]
-    _hopper_prefill_kernel[(num_programs,)](
-        out, lse, _descriptor(out, rows), _descriptor(q, rows),
+    args = (
+        out, lse, logits.sinks, _descriptor(out, rows), _descriptor(q, rows),
         _descriptor(kv.k, page), _descriptor(kv.v, page),
-        query_start_loc, seq_lens, block_table, header, tile_req, tile_token, counter,
-        scale * 1.4426950408889634, out.stride(0), out.stride(1), block_table.stride(0),
-        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
-        PAGE_SIZE=page_size, HAS_LSE=lse is not None, BLOCK_N=block_n, STAGES=stages, num_warps=4,
+        query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
+        header[COUNTERS:], logits.scale * LOG2E, out.stride(0), out.stride(1),
+        block_table.stride(0),
     )  # fmt: skip
+    constants = dict(
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
+        STAGES=num_stages,
+    )  # fmt: skip
+    _launch_hopper_prefill((num_programs, 1, 1), args, constants, num_warps=4)

@@ -1,16 +1,91 @@
-"""What the launchers share: views of the paged cache and the arguments made from them."""
+"""What launches share: the call itself, views of the paged cache, and arguments made of these."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Batches arrive as slices of larger buffers: their addresses may have any alignment, and a kernel
 # compiled for one must serve all.
 BATCH_ARGUMENTS = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
 
-
 LOG2E = 1.4426950408889634
+
+# Specialisations a launcher remembers; a server meets a few dozen.
+MAX_REMEMBERED = 1024
+
+
+class Launcher:
+    """Launches one kernel; what Triton's own call looks up in Python every time is remembered.
+
+    Triton binds, types and specialises every argument of every call, which costs more host time
+    than most decode kernels run. Here the first call of a kind goes that way and leaves a compiled
+    kernel; later ones hand their arguments straight to it. A kind is at least as fine as Triton's
+    specialisation: dtypes and alignment of addresses, integers that are 1, multiples of 16 or
+    wide, boxes of descriptors, all constants and options.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction or GluonJITFunction
+        Its constants come last in its signature.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[tuple, Any] = {}
+        self._interpreted = not isinstance(kernel, triton.JITFunction)
+
+    def __call__(
+        self, grid: tuple[int, int, int], args: tuple, constants: Mapping[str, Any], **options: Any
+    ) -> None:
+        """Launch on the current device and stream.
+
+        Parameters
+        ----------
+        grid : (int, int, int)
+        args : tuple
+            Tensors, integers, floats, descriptors and None, in the order of the signature.
+        constants : mapping of str to value
+            The kernel's constexprs, in the order of the signature.
+        options : int
+            ``num_warps`` and the like.
+        """
+        if self._interpreted:
+            self._call(grid, args, constants, options)
+            return
+        device = triton.runtime.driver.active.get_current_device()
+        key = (device, *constants.values(), *options.values(), *map(_kind, args))
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*args, *constants.values())
+            return
+        if len(self._compiled) >= MAX_REMEMBERED:
+            self._compiled.clear()
+        self._compiled[key] = self._call(grid, args, constants, options)
+
+    def _call(self, grid: tuple, args: tuple, constants: Mapping, options: Mapping) -> Any:
+        """Launch by Triton's own way, which names the constants; the compiled kernel does not."""
+        expected = self.kernel.arg_names[len(args) :]
+        if expected != list(constants):
+            raise TypeError(f"constants {list(constants)}; the kernel's signature has {expected}")
+        return self.kernel[grid](*args, **constants, **options)
+
+
+def _kind(argument: Any) -> Any:
+    """What a compiled kernel may depend on of one argument."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, not -(2**31) <= argument < 2**31
+    if isinstance(argument, float):
+        return float
+    if argument is None:
+        return None
+    layout = getattr(argument, "layout", None)  # of Gluon's descriptors
+    return argument.base.dtype, *argument.block_shape, layout
 
 
 @dataclass(frozen=True)
@@ -37,6 +112,11 @@ class Logits:
     alibi_sqrt: bool = False
 
     @property
+    def shaped(self) -> bool:
+        """Whether more than a scale is done to the logits of visible keys."""
+        return bool(self.softcap) or self.alibi_slopes is not None
+
+    @property
     def arguments(self) -> tuple[float, float | None, torch.Tensor | None, torch.Tensor | None]:
         """``scale_log2``, ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` of the kernels.
 
@@ -54,10 +134,18 @@ class KvCache:
     ----------
     k, v : Tensor[num_pages, num_kv_heads, page_size, head_dim]
         Any strides, unit stride in the last axis.  In vLLM both are halves of one row.
+        An fp8 cache comes as bytes, uint8.
+    format : str
+        How those bytes are read (``tilewise.kernels.fp8``); "" for a cache in the queries' dtype.
+    k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, or None
+        What an fp8 cache's values are multiplied with; None for 1.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    format: str = ""
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -68,6 +156,13 @@ class KvCache:
     def page_size(self) -> int:
         """Tokens per page."""
         return self.k.shape[2]
+
+    @property
+    def constants(self) -> dict[str, str | int]:
+        """``KV_FORMAT``, ``K_SCALE_STEP`` and ``V_SCALE_STEP`` of the kernels."""
+        steps = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
+        names = ("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP")
+        return dict(zip(names, (self.format, *steps), strict=True))
 
 
 def tma_strides(kv: KvCache) -> bool:
@@ -101,6 +196,6 @@ def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tupl
     # The descriptors carry the strides; constants keep them out of the specialisation key.
     return (
         _descriptor(kv.k, block_n, block_d),
-        _descriptor(kv.v, block_n, block_d),
+        _descriptor(kv.v, block_n, block_d * kv.k.element_size() // kv.v.element_size()),
         (1, 1, 1, 1, 1, 1),
     )

@@ -3,7 +3,8 @@
 It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test holds the two
 equal).  One program, once a step; the host never learns the lengths.
 
-``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all.
+``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all;
+[3] and [4] belong to the persistent prefill kernel (tiles taken, programs done).
 
 ``worker_record`` (int32, eight a worker): [0] first unit and [1] end of its stretch (0, 0 when
 idle), [2] the request it starts in, that request's [3] first unit and [4] end, [5] first query
@@ -15,7 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER_SIZE = 3
+from tilewise.kernels.launch import Launcher
+
+HEADER_SIZE = 5
+COUNTERS = 3
 RECORD_SIZE = 8
 
 
@@ -117,6 +121,9 @@ def _plan_kernel(
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
     tl.store(header_ptr + 2, total)
+    # Zero after every launch; zeroed again here, so that a launch cut short spoils one step.
+    tl.store(header_ptr + 3, 0)
+    tl.store(header_ptr + 4, 0)
 
     # The bisections read what other threads of this program wrote above.
     tl.debug_barrier()
@@ -130,7 +137,6 @@ def _plan_kernel(
     query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
     record = worker_record_ptr + worker * 8
     here = worker < NUM_WORKERS
-    # Zero after every launch; zeroed again here, so that a launch cut short spoils one step.
     tl.store(arrivals_ptr + worker, 0, mask=here)
     tl.store(record, tl.where(busy, unit, 0), mask=here)
     tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
@@ -149,6 +155,9 @@ def _plan_kernel(
         before = tl.load(cu_tiles_ptr + req, mask=ok, other=0)
         tl.store(tile_req_ptr + slot, req, mask=ok)
         tl.store(tile_token_ptr + slot, (tile - before) * PREFILL_BLOCK_Q, mask=ok)
+
+
+_launch_plan = Launcher(_plan_kernel)
 
 
 def plan_on_device(
@@ -177,7 +186,7 @@ def plan_on_device(
 
     Parameters
     ----------
-    header : Tensor[3], int32
+    header : Tensor[5], int32
     tile_req, tile_token : Tensor[max_tiles], int32
         Request and first query token (within the request) of each prefill tile, last tile first.
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
@@ -191,14 +200,17 @@ def plan_on_device(
     """
     max_reqs = cu_work.shape[0] - 1
     num_workers = worker_record.shape[0]
-    _plan_kernel[(1,)](
+    args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
         query_start_loc, seq_lens, num_reqs, tile_req.shape[0],
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
         NUM_WORKERS=num_workers, NUM_SMS=num_sms, ITEM_OVERHEAD=item_overhead,
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
-        SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window, num_warps=8,
+        SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window,
     )  # fmt: skip
+    _launch_plan((1, 1, 1), args, constants, num_warps=8)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, window_ranges
-from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Logits, kv_arguments
+from tilewise.kernels.fp8 import fp16_rows
+from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 
 
@@ -33,6 +34,8 @@ def _prefill_kernel(
     cap_log2,
     sinks_ptr,
     slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -58,10 +61,14 @@ def _prefill_kernel(
     TAIL_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    K_SCALE_STEP: tl.constexpr,
+    V_SCALE_STEP: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + causal mask) v; grid = (prefill tiles, KV heads).
 
-    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` are None for none.
+    ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
+    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
     """
     slot = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -89,6 +96,13 @@ def _prefill_kernel(
     q_tile_ptr = q_ptr + tile_token * stride_q_t + tile_head * stride_q_h
     q = tl.load(q_tile_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
 
+    ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
+    if ROW_SCALE:
+        q, q_scale = fp16_rows(q)
+        scale_log2 *= q_scale
+
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -115,33 +129,35 @@ def _prefill_kernel(
         begin, inside, full = window_ranges(
             first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
         )
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
+        acc, _, m_i, l_i = attend(
+            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
             seq_len, first_key, scale_log2, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-            WINDOW, ALIBI_SQRT,
+            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
         )  # fmt: skip
         begin = inside
-    acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos, seq_len,
-        first_key, scale_log2, cap_log2, slope_log2,
+    acc, _, m_i, l_i = attend(
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos,
+        seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        WINDOW, ALIBI_SQRT,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
     )  # fmt: skip
-    acc, m_i, l_i = attend(
-        acc, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
-        first_key, scale_log2, cap_log2, slope_log2,
+    acc, _, m_i, l_i = attend(
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos,
+        seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-        WINDOW, ALIBI_SQRT,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
     )  # fmt: skip
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + tile_head + rows % GROUP_SIZE)
         acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
     out, lse = softmax_finish(acc, m_i, l_i)
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
     o_rows = rows // GROUP_SIZE * stride_o_t + rows % GROUP_SIZE * stride_o_h
     o_tile_ptr = out_ptr + tile_token * stride_o_t + tile_head * stride_o_h
     o_ptrs = o_tile_ptr + (o_rows[:, None] + offs_d[None, :])
@@ -151,6 +167,9 @@ def _prefill_kernel(
         lse_tile_ptr = lse_ptr + tile_token * NUM_Q_HEADS + tile_head
         lse_rows = rows // GROUP_SIZE * NUM_Q_HEADS + rows % GROUP_SIZE
         tl.store(lse_tile_ptr + lse_rows, lse, mask=row_ok)
+
+
+_launch_prefill = Launcher(_prefill_kernel)
 
 
 def prefill_attention(
@@ -199,15 +218,18 @@ def prefill_attention(
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
-    _prefill_kernel[(max_tiles, kv.num_kv_heads)](
+    args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
-        *logits.arguments,
+        *logits.arguments, kv.k_scale, kv.v_scale,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
-        ALIBI_SQRT=logits.alibi_sqrt, num_warps=num_warps,
+        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
     )  # fmt: skip
+    _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise import counters, policy
-from tilewise.device import describe, resolve
+from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits, tma_strides
@@ -56,7 +56,7 @@ class PagedAttention:
     page_size : int
         Tokens per page, a multiple of 16; 64 and 128 are read fastest on Hopper.
     dtype : torch.dtype
-        float16, bfloat16 or float32, the same for queries, cache and output.
+        float16, bfloat16 or float32, the same for queries, output and, but for ``kv_dtype``, cache.
     max_num_reqs, max_num_tokens : int
         Bounds on every later batch; they size the persistent buffers.
     device : str or torch.device
@@ -66,6 +66,9 @@ class PagedAttention:
     window : int, optional
         Sliding window: a query sees this many keys at most, the last ones and its own among
         them.  Pages left of it are not read.  None for all keys.
+    kv_dtype : torch.dtype, optional
+        float8_e4m3fn or float8_e5m2 for an fp8 cache, whose tensors have that dtype or are its
+        bytes, uint8.  Default: ``dtype``.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -96,6 +99,7 @@ class PagedAttention:
         device: str | torch.device = "cuda",
         decode_query_len: int = 1,
         window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -104,9 +108,18 @@ class PagedAttention:
             if value < 1:
                 raise UnsupportedConfig(f"{name}={value}; accepted: 1 or more")
         self.device = resolve(device)
-        geometry = policy.Geometry(num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize)
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        if kv_dtype not in (dtype, *FP8_DTYPES):
+            raise UnsupportedConfig(
+                f"kv_dtype={kv_dtype}; accepted: {_names((dtype, *FP8_DTYPES))}"
+            )
+        self.kv_dtype = kv_dtype
+        self._fp8_format = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
+        geometry = policy.Geometry(
+            num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
+        )
         if config is None:
-            config = policy.choose(geometry, describe(self.device), decode_query_len)
+            config = policy.choose(geometry, describe(self.device), decode_query_len, window or 0)
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:
@@ -236,6 +249,8 @@ class PagedAttention:
         softcap: float = 0.0,
         alibi_slopes: torch.Tensor | None = None,
         alibi_sqrt: bool = False,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with one layer's queries and cache.
 
@@ -262,6 +277,9 @@ class PagedAttention:
             ``slope * (query position - key position)`` is taken off each logit, after the cap.
         alibi_sqrt : bool
             Take ALiBi's distances under a square root.
+        k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
+            What an fp8 cache's keys and values are multiplied with, positive; read on the device
+            when the kernels run.  None for 1.
 
         Returns
         -------
@@ -277,7 +295,7 @@ class PagedAttention:
             When the plan is stale, was made by another object, or the tensors do not fit it.
         """
         plan = self._current(plan)
-        kv, use_tma = self._bind(plan, q, kv_cache, out)
+        kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else scale
         if not (scale > 0.0 and math.isfinite(scale)):
             raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
@@ -330,11 +348,25 @@ class PagedAttention:
         logits: Logits,
         use_tma: bool,
     ) -> None:
-        t = self.config.prefill
-        prefill_attention(
-            out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
+        cfg = self.config
+        batch = (
+            plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
-            max_tiles=plan.max_prefill_tiles, window=self.config.window,
+        )  # fmt: skip
+        if cfg.hopper_prefill and use_tma and not logits.shaped and _aligned_rows(q, out):
+            # Imported late: other devices, and Triton's interpreter, need no Gluon.
+            from tilewise.kernels.hopper_prefill import hopper_prefill_attention
+
+            programs = min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads)
+            hopper_prefill_attention(
+                out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
+                block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
+            )  # fmt: skip
+            counters.add("launches", kernel="hopper_prefill")
+            return
+        t = cfg.prefill
+        prefill_attention(
+            out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma,
@@ -406,6 +438,8 @@ class PagedAttention:
         q: torch.Tensor,
         kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
     ) -> tuple[KvCache, bool]:
         """Views of the cache, and whether the copy engine can read them; checks what is new.
 
@@ -421,26 +455,35 @@ class PagedAttention:
         tensors = (q, *pair) if out is None else (q, out, *pair)
         same_pages = pair[0].shape[0] == pair[-1].shape[0]
         layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
-        key = (len(pair), same_pages, out is None, *layouts)
+        scales = (k_scale, v_scale)
+        kinds = (x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in scales)
+        key = (len(pair), same_pages, out is None, *layouts, *kinds)
         aligned = self._layouts.get(key)
         if aligned is None:
             self._check_rows("q", q)
             if out is not None:
                 self._check_rows("out", out)
-            kv = self._check_cache(pair)
+            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+                self._check_kv_scale(name, scale)
+            kv = self._check_cache(pair, scales)
             aligned = self._layouts[key] = tma_strides(kv)
         else:
-            kv = self._split(pair)
+            kv = self._split(pair, scales)
         for x in tensors:
             if x.device != self.device:
                 raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")
         return kv, aligned and (kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
 
-    def _split(self, pair: tuple[torch.Tensor, ...]) -> KvCache:
-        if len(pair) == 2:
-            return KvCache(*pair)
-        d = self.geometry.head_dim
-        return KvCache(pair[0][..., :d], pair[0][..., d:])
+    def _split(
+        self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
+    ) -> KvCache:
+        fp8 = self._fp8_format
+        if fp8:
+            pair = tuple(x if x.dtype == torch.uint8 else x.view(torch.uint8) for x in pair)
+        if len(pair) == 1:
+            d = self.geometry.head_dim
+            pair = (pair[0][..., :d], pair[0][..., d:])
+        return KvCache(*pair, fp8, *scales)
 
     def _check_rows(self, name: str, x: torch.Tensor) -> None:
         g = self.geometry
@@ -449,9 +492,19 @@ class PagedAttention:
                 f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
                 f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
             )
+        # The kernels add 32-bit offsets inside a tile to the tile's 64-bit address.
+        tokens = max(self.config.prefill_block_q, policy.DECODE_MAX_QUERY_LEN)
+        reach = (tokens - 1) * x.stride(0) + (g.group_size - 1) * x.stride(1) + g.head_dim
+        if reach >= 2**31:
+            raise PlanMismatch(
+                f"{name} has strides {x.stride()}; accepted: {tokens} tokens of {g.group_size} "
+                f"heads within 2**31 elements, these span {reach}"
+            )
         self._check_dtype(name, x)
 
-    def _check_cache(self, pair: tuple[torch.Tensor, ...]) -> KvCache:
+    def _check_cache(
+        self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
+    ) -> KvCache:
         g = self.geometry
         if len(pair) == 1 and (pair[0].dim() != 4 or pair[0].shape[3] != 2 * g.head_dim):
             raise PlanMismatch(
@@ -460,7 +513,14 @@ class PagedAttention:
             )
         if len(pair) not in (1, 2):
             raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
-        kv = self._split(pair)
+        accepted = (self.kv_dtype, torch.uint8) if self._fp8_format else (self.kv_dtype,)
+        for name, x in (("k cache", pair[0]), ("v cache", pair[-1])):
+            if x.dtype not in accepted or x.device != self.device:
+                raise PlanMismatch(
+                    f"{name} is {x.dtype} on {x.device}; built for {_names(accepted)} on "
+                    f"{self.device}"
+                )
+        kv = self._split(pair, scales)
         for name, x in (("k cache", kv.k), ("v cache", kv.v)):
             expected = (g.num_kv_heads, g.page_size, g.head_dim)
             if x.dim() != 4 or tuple(x.shape[1:]) != expected or x.stride(3) != 1:
@@ -469,7 +529,6 @@ class PagedAttention:
                     f"[pages, {g.num_kv_heads}, {g.page_size}, {g.head_dim}] "
                     "with unit last stride"
                 )
-            self._check_dtype(name, x)
         if kv.k.shape[0] != kv.v.shape[0]:
             raise PlanMismatch(
                 f"the k cache has {kv.k.shape[0]} pages, the v cache {kv.v.shape[0]}; "
@@ -492,11 +551,37 @@ class PagedAttention:
                 f"on {self.device}"
             )
 
+    def _check_kv_scale(self, name: str, x: torch.Tensor | None) -> None:
+        if x is None:
+            return
+        if not self._fp8_format:
+            raise PlanMismatch(f"{name} is given for a cache of {self.kv_dtype}; accepted: None")
+        heads = self.geometry.num_kv_heads
+        fits = x.shape in ((), (1,), (heads,)) and x.is_contiguous()
+        if not fits or x.dtype != torch.float32 or x.device != self.device:
+            raise PlanMismatch(
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; accepted: contiguous "
+                f"torch.float32 of shape (), (1,) or ({heads},) on {self.device}"
+            )
+
     def _check_dtype(self, name: str, x: torch.Tensor) -> None:
         if x.dtype != self.dtype or x.device != self.device:
             raise PlanMismatch(
                 f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
             )
+
+
+def _aligned_rows(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can address rows: positive strides and addresses of 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(
+            stride > 0 and stride * x.element_size() % 16 == 0
+            for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            if length > 1
+        )
+        for x in tensors
+    )
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -17,7 +17,9 @@ import tilewise
 _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
     "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
+    "report": ("tilewise.bench.html", "write an HTML page about a result file"),
     "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
+    "roofline": ("tilewise.bench.roofline", "plot our kernels below the card's measured ceilings"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
 }
 _DOCTOR = ("tilewise.integration.doctor", "say what would run here, and what is wrong")

@@ -40,6 +40,27 @@ METRICS = {
         "counter", "tilewise_fallback_layers",
         "Attention layers handed to another backend.", ("reason", "target"),
     ),
+    "graph_steps": Metric(
+        "counter", "tilewise_graph_steps",
+        "Planned steps by the CUDA-graph mode in which their layers then ran, counted when the "
+        "next step is planned: full (replayed, nothing launched from Python), piecewise, none, or "
+        "capture.", ("mode",),
+    ),
+    "compilations": Metric(
+        "counter", "tilewise_kernel_compilations",
+        "Kernels of ours that Triton compiled (cached=\"false\") or loaded from its cache, while "
+        "the engine warmed up or while it served.", ("phase", "cached"),
+    ),
+    "kv_splits": Metric(
+        "histogram", "tilewise_kv_splits",
+        "Workers that share one decode request's keys of a KV head, estimated for the first "
+        "requests of some steps: the first, second, fourth and so on, then every 256th.", (),
+        (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    ),
+    "build_info": Metric(
+        "gauge", "tilewise_build_info", "Always 1; its labels are the versions that run.",
+        ("version", "vllm", "torch", "triton"),
+    ),
     "build_seconds": Metric(
         "histogram", "tilewise_build_seconds", "Host time of planning one step.", (),
         (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1),
@@ -83,6 +104,11 @@ def grow(name: str, n: int, **labels: str) -> None:
     _gauges[name, tuple(labels.items())] += n
 
 
+def put(name: str, value: int, **labels: str) -> None:
+    """Set a gauge."""
+    _gauges[name, tuple(labels.items())] = value
+
+
 def observe(name: str, value: float) -> None:
     """Remember one value of a histogram until it is drained."""
     _observed.append((name, value))
@@ -99,10 +125,11 @@ def totals() -> list[tuple[str, Labels, int]]:
 
 
 def snapshot() -> dict[str, int]:
-    """Return all counters as ``{"launches{kernel=prefill}": 12, ...}``."""
+    """Return the counters that are not 0 as ``{"launches{kernel=prefill}": 12, ...}``."""
     return {
         name + ("{" + ",".join(f"{k}={v}" for k, v in labels) + "}" if labels else ""): n
         for (name, labels), n in sorted(_counts.items())
+        if n
     }
 
 

@@ -1,11 +1,16 @@
 """Where the kernels run: a CUDA device, or CPU tensors in Triton's interpreter."""
 
+import functools
+
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewise import policy
 from tilewise.errors import UnsupportedConfig
 from tilewise.kernels import interpreter, plan
+
+# Dtypes of an fp8 cache and the names of their formats.
+FP8_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def resolve(device: str | torch.device) -> torch.device:
@@ -39,6 +44,21 @@ def describe(device: torch.device) -> policy.Device:
         num_sms=props.multi_processor_count,
         shared_memory=props.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
+
+
+@functools.cache
+def fp8_format(dtype: torch.dtype, device: torch.device) -> str:
+    """Return how the kernels read an fp8 cache there: see ``tilewise.kernels.fp8``.
+
+    Raises
+    ------
+    UnsupportedConfig
+        For a dtype that is not one of ``FP8_DTYPES``.
+    """
+    if dtype not in FP8_DTYPES:
+        raise UnsupportedConfig(f"kv_dtype={dtype}; accepted: {', '.join(map(str, FP8_DTYPES))}")
+    converts = device.type == "cuda" and describe(device).arch >= 89
+    return FP8_DTYPES[dtype] if converts else f"{FP8_DTYPES[dtype]}_bits"
 
 
 def _prepare_interpreter() -> None:

@@ -125,16 +125,20 @@ class FileSink:
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
-        self._histograms: dict[str, list[float]] = {}
+        # Counts of each bucket, of what exceeds them all, and the sum. There from the start, or
+        # Prometheus would not see the first values arrive.
+        self._histograms = {
+            name: [0.0] * (len(metric.buckets) + 2)
+            for name, metric in METRICS.items()
+            if metric.kind == "histogram"
+        }
 
     def write(
         self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
     ) -> None:
         """Write all totals, and the buckets of everything observed so far."""
         for name, value in observed:
-            bounds = METRICS[name].buckets
-            # Counts of each bucket, of what exceeds them all, and the sum.
-            cells = self._histograms.setdefault(name, [0.0] * (len(bounds) + 2))
+            bounds, cells = METRICS[name].buckets, self._histograms[name]
             cells[next((i for i, b in enumerate(bounds) if value <= b), len(bounds))] += 1
             cells[-1] += value
         folder = Path(os.environ[FOLDER_VARIABLE])
@@ -185,12 +189,15 @@ class NativeSink:
         self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
     ) -> None:
         """Add what came since the last time."""
+        for name, metric in METRICS.items():
+            if metric.kind == "histogram":
+                self._metric(name).labels(**self._labels)  # there, at 0, before its first value
         for name, labels, value in totals:
-            metric = self._metric(name).labels(**self._labels, **dict(labels))
+            child = self._metric(name).labels(**self._labels, **dict(labels))
             if METRICS[name].kind == "gauge":
-                metric.set(value)
+                child.set(value)
             else:
-                metric.inc(value - self._seen.get((name, labels), 0))
+                child.inc(value - self._seen.get((name, labels), 0))
             self._seen[name, labels] = value
         for name, measured in observed:
             self._metric(name).labels(**self._labels).observe(measured)

@@ -32,29 +32,38 @@ class Device:
         Streaming multiprocessors.
     shared_memory : int
         Bytes of shared memory one program may use.
+    gluon : bool
+        Whether kernels in Gluon run there (not in the interpreter).
     """
 
     arch: int
     num_sms: int
     shared_memory: int
+    gluon: bool = True
 
 
 # Triton's interpreter runs programs one after another, so a few workers are enough to exercise
 # every way of cutting the work.
-INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024)
+INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024, gluon=False)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The attention layer: heads, head size, page size and bytes per element."""
+    """The attention layer: heads, head size, page size and bytes per element.
+
+    ``kv_element_size`` is that of the cache, 1 for fp8; by default as ``element_size``.
+    """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     element_size: int
+    kv_element_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.kv_element_size == 0:
+            object.__setattr__(self, "kv_element_size", self.element_size)
         hq, hkv = self.num_q_heads, self.num_kv_heads
         if hkv < 1 or hq < 1 or hq % hkv:
             raise UnsupportedConfig(
@@ -77,6 +86,11 @@ class Geometry:
         if self.element_size not in (2, 4):
             raise UnsupportedConfig(
                 f"element_size={self.element_size} bytes; accepted: 2 (fp16, bf16) and 4 (fp32)"
+            )
+        if self.kv_element_size not in (1, self.element_size):
+            raise UnsupportedConfig(
+                f"kv_element_size={self.kv_element_size} bytes; accepted: 1 (fp8) and "
+                f"{self.element_size}, the queries'"
             )
 
     @property
@@ -109,8 +123,22 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class HopperTiles:
+    """Launch configuration of the Gluon prefill for Hopper, whose tiles have 128 rows.
+
+    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight.
+    """
+
+    block_n: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
 class Config:
-    """Everything the plan and the two kernels are launched with.
+    """Everything the plan and the kernels are launched with.
+
+    Where there is a ``hopper_prefill``, ``prefill`` is its plain twin: the same query tiles, for
+    layers whose logits or addresses the former does not take.
 
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
@@ -126,6 +154,7 @@ class Config:
     num_sms: int
     item_overhead: int = 3
     window: int = 0
+    hopper_prefill: HopperTiles | None = None
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -148,7 +177,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Config:
+def choose(
+    geometry: Geometry, device: Device, decode_query_len: int = 1, window: int = 0
+) -> Config:
     """Pick tiles and worker count.
 
     Parameters
@@ -157,6 +188,8 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
     device : Device
     decode_query_len : int
         Query tokens of a typical decode request: 1, or 1 + speculative tokens.
+    window : int
+        Keys a query may see, itself included; 0 for all.
     """
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
@@ -165,17 +198,79 @@ def choose(geometry: Geometry, device: Device, decode_query_len: int = 1) -> Con
     if device.arch < 80:
         raise UnsupportedConfig(f"compute capability {device.arch / 10}; accepted: 8.0 and later")
     decode = _decode_tiles(geometry, device, decode_query_len)
+    hopper = None
+    prefill = _prefill_tiles(geometry, device)
+    if why_not_hopper(geometry, device) is None:
+        hopper = _hopper_tiles(geometry, window)
+        prefill = _hopper_twin(geometry)
     return Config(
         geometry=geometry,
-        prefill=_prefill_tiles(geometry, device),
+        prefill=prefill,
+        hopper_prefill=hopper,
         decode=decode,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
+        window=window,
     )
+
+
+HOPPER_ROWS = 128
+# Head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
+_HOPPER_TILES = {
+    64: HopperTiles(block_n=128, num_stages=5),
+    128: HopperTiles(block_n=128, num_stages=3),
+    256: HopperTiles(block_n=64, num_stages=2),
+}
+
+
+def _hopper_tiles(geometry: Geometry, window: int) -> HopperTiles:
+    tiles = _HOPPER_TILES[geometry.head_dim]
+    if 0 < window < 4 * tiles.block_n and tiles.block_n > 64:
+        # Every block of a narrow window touches an edge; smaller ones compute less beyond it.
+        tiles = HopperTiles(block_n=tiles.block_n // 2, num_stages=2 * tiles.num_stages)
+    return tiles
+
+
+def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
+    """Why the Gluon prefill does not serve a layer, or None where it does.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+
+    Returns
+    -------
+    str or None
+        What the layer or the device has, and what is accepted.
+    """
+    group, page = geometry.group_size, geometry.page_size
+    if not device.gluon:
+        return "kernels in Gluon do not run in Triton's interpreter"
+    if device.arch != 90:
+        return f"compute capability {device.arch / 10} (accepted: 9.0)"
+    if geometry.element_size != 2:
+        return f"{geometry.element_size} bytes an element (accepted: 2)"
+    if geometry.kv_element_size != 2:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if geometry.head_dim not in _HOPPER_TILES:
+        return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
+    if group & (group - 1) or group > HOPPER_ROWS // 2:
+        return f"group size {group} (accepted: powers of two to {HOPPER_ROWS // 2})"
+    if page != 64 and page % _HOPPER_TILES[geometry.head_dim].block_n:
+        return f"page_size {page} (accepted: 64 and multiples of 128)"
+    return None
+
+
+def _hopper_twin(geometry: Geometry) -> Tiles:
+    """Plain tiles over the rows of the Gluon prefill's."""
+    stages = 2 if geometry.head_dim > 128 else 3
+    return Tiles(HOPPER_ROWS, 64, geometry.head_dim, num_warps=8, num_stages=stages, use_tma=True)
 
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     d, group = geometry.block_d, next_power_of_2(geometry.group_size)
+    fp8 = geometry.kv_element_size == 1
     if geometry.element_size == 4:
         tiles = Tiles(max(64, group), 32, d, num_warps=4, num_stages=2, use_tma=False)
     elif device.arch >= 90 and d <= 128:
@@ -188,9 +283,18 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         if not _tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
-        tiles = Tiles(128, 64, d, num_warps=8, num_stages=2, use_tma=True)
+        # Tiles that are converted on the way lie in registers once.
+        tiles = Tiles(128, 32 if fp8 else 64, d, num_warps=8, num_stages=2, use_tma=True)
+        if _divides_per_row(tiles, geometry) and not fp8:
+            tiles = replace(tiles, block_n=32, num_stages=3)
+    elif fp8:
+        # Every warp converts the whole tile for itself: few warps, and small tiles for them.
+        warps = 4 if d <= 128 else 8
+        tiles = Tiles(max(64, group), 32, d, num_warps=warps, num_stages=2, use_tma=False)
     elif d <= 128:
         tiles = Tiles(128, 64, d, num_warps=4 if d <= 64 else 8, num_stages=2, use_tma=False)
+        if _divides_per_row(tiles, geometry):
+            tiles = replace(tiles, num_warps=8)
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
@@ -201,11 +305,20 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    block_n = 64 if geometry.element_size * d <= 256 else 32
-    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
+    row_bytes = geometry.kv_element_size * d
+    block_n = 64 if row_bytes <= 256 else 32
+    stages = 3
+    if geometry.kv_element_size == 1:
+        # Half the bytes a key: twice the keys a step where a page holds them, else more steps
+        # on the way.
+        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+            block_n = 128
+        else:
+            stages = 4
+    tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16:
+        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
@@ -220,14 +333,23 @@ def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     return device.arch >= 90 and geometry.page_size % tiles.block_n == 0
 
 
+def _divides_per_row(tiles: Tiles, geometry: Geometry) -> bool:
+    """Whether every key looks up its page by a real division; it costs registers, a shift none."""
+    page = geometry.page_size
+    return page % tiles.block_n != 0 and page != next_power_of_2(page)
+
+
 def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
-    """Give up pipeline stages, then keys a step, until the tiles fit into shared memory."""
+    """Give up pipeline stages, then keys a step, then rows, until shared memory suffices."""
+    fewest_rows = max(16, next_power_of_2(geometry.group_size))
     while shared_memory(tiles, geometry) > device.shared_memory:
         if tiles.num_stages > 1:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
             tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+        elif tiles.block_m > fewest_rows:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
         else:
             raise UnsupportedConfig(
                 f"head_dim={geometry.head_dim} needs {shared_memory(tiles, geometry)} bytes of "
@@ -237,17 +359,23 @@ def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
 
 
 def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
-    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V."""
-    size = geometry.element_size
+    """Upper estimate of a program's shared memory in bytes: Q, P, and staged K and V.
+
+    A tile of an fp8 cache is staged as it is and may pass once more as operand of a product.
+    """
+    size, kv_size = geometry.element_size, geometry.kv_element_size
     q = tiles.block_m * tiles.block_d * size
     p = tiles.block_m * tiles.block_n * size
-    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * size
-    return q + p + kv
+    kv = 2 * tiles.num_stages * tiles.block_n * tiles.block_d * kv_size
+    converted = 2 * tiles.block_n * tiles.block_d * size if kv_size < size else 0
+    return q + p + kv + converted
 
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
-    wanted = 2 if tiles.block_n * tiles.block_d >= 64 * 128 else 3
+    # In units of 16 bits; fp32 is not tuned.
+    tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
+    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

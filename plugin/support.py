@@ -157,7 +157,7 @@ def _kv_row(key: str, label: str, *targets: str, native: bool = False) -> Capabi
     return Capability(
         key, label, lambda r: _kv_kind(r) == key, native=native, targets=targets,
         reason="kv_cache_dtype not supported ({kv_cache_dtype}; tilewise reads "
-        "auto and the model's own dtype)",
+        "auto, the model's own dtype, fp8 and fp8_e5m2)",
     )  # fmt: skip
 
 
@@ -209,27 +209,27 @@ TABLE: tuple[Capability, ...] = (
     # -- features of a layer -------------------------------------------------------------------
     Capability(
         "sliding_window", "sliding window", lambda r: r.has_sliding_window,
-        "sliding window not supported", targets=(*_MAINSTREAM, "FLEX_ATTENTION"),
+        "sliding window not supported", native=True, targets=(*_MAINSTREAM, "FLEX_ATTENTION"),
     ),
     Capability(
         "sinks", "attention sinks", lambda r: r.has_sink,
-        "attention sinks not supported", targets=_MAINSTREAM,
+        "attention sinks not supported", native=True, targets=_MAINSTREAM,
         note="FLASHINFER only where vLLM finds its XQA or trtllm kernels; FLEX_ATTENTION has none",
     ),
     Capability(
         "soft_cap", "logits soft cap", lambda r: bool(r.soft_cap),
-        "logits soft cap not supported ({soft_cap})", targets=_FLASH_OR_TRITON,
+        "logits soft cap not supported ({soft_cap})", native=True, targets=_FLASH_OR_TRITON,
         note="FLASHINFER's XQA decode ignores it",
     ),
     Capability(
         "alibi", "ALiBi", lambda r: r.alibi and not r.alibi_sqrt,
-        "ALiBi slopes not supported", targets=("TRITON_ATTN",),
+        "ALiBi slopes not supported", native=True, targets=("TRITON_ATTN",),
         note="FLASHINFER ignores the slopes; FLASH_ATTN needs its version 2, which a Hopper "
         "build may lack",
     ),
     Capability(
         "alibi_sqrt", "ALiBi with square roots", lambda r: r.alibi_sqrt,
-        "ALiBi with square roots not supported", targets=("TRITON_ATTN",),
+        "ALiBi with square roots not supported", native=True, targets=("TRITON_ATTN",),
     ),
     Capability(
         "chunk_lookback", "chunked attention with lookback", lambda r: r.chunk_lookback > -1,
@@ -268,8 +268,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "per_head_scales", "per-head scales of an fp8 cache",
-        lambda r: r.use_per_head_quant_scales, "per-head quant scales not supported",
-        targets=("FLASH_ATTN",),
+        lambda r: r.use_per_head_quant_scales, native=True, targets=("FLASH_ATTN",),
     ),
     Capability(
         "head_size_v", "values of another size than keys",
@@ -290,8 +289,8 @@ TABLE: tuple[Capability, ...] = (
         "other_dtype", "other dtypes of a model", lambda r: r.dtype not in DTYPES,
         "dtype not supported ({dtype}; tilewise computes fp16, bf16 and fp32)", targets=(),
     ),
-    _kv_row("kv_fp8", "KV cache in fp8 (e4m3)", *_MAINSTREAM),
-    _kv_row("kv_fp8_e5m2", "KV cache in fp8_e5m2", "FLASHINFER", "TRITON_ATTN"),
+    _kv_row("kv_fp8", "KV cache in fp8 (e4m3)", *_MAINSTREAM, native=True),
+    _kv_row("kv_fp8_e5m2", "KV cache in fp8_e5m2", "FLASHINFER", "TRITON_ATTN", native=True),
     _kv_row("kv_per_token_head", "KV cache with scales per token and head", "TRITON_ATTN"),
     _kv_row("kv_nvfp4", "KV cache in nvfp4", "FLASHINFER"),
     _kv_row("kv_turboquant", "KV cache in turboquant", "TURBOQUANT"),

@@ -34,6 +34,8 @@ class Case:
     softcap: float = 0.0
     sinks: float | None = None  # the sinks' mean; they scatter around it
     alibi: str = ""  # "linear" or "sqrt"
+    kv_dtype: torch.dtype | None = None  # of an fp8 cache
+    kv_scales: str = ""  # "tensor" or "head"
     label: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -41,10 +43,12 @@ class Case:
         heads = f"{self.num_q_heads}-{self.num_kv_heads}-{self.head_dim}"
         lengths = "_".join(f"{q}at{q + c}" for q, c in self.requests[:4])
         name = f"{heads}-p{self.page_size}-{dtype}-{self.layout}-{lengths}"
-        features = ("window", "softcap", "sinks", "alibi")
+        features = ("window", "softcap", "sinks", "alibi", "kv_scales")
         given = [
             f"{f}{getattr(self, f)}" for f in features if getattr(self, f) not in (None, 0, "")
         ]
+        if self.kv_dtype is not None:
+            given.insert(0, str(self.kv_dtype).removeprefix("torch.float8_"))
         return self.label or "-".join([name, *given])
 
 
@@ -74,6 +78,11 @@ class Batch:
         return self.qsl[-1]
 
     @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.case.num_q_heads // self.case.num_kv_heads
+
+    @property
     def k_cache(self) -> torch.Tensor:
         return self.kv_cache[..., : self.case.head_dim]
 
@@ -92,7 +101,7 @@ def empty_cache(case: Case, num_pages: int, device: str) -> torch.Tensor:
         "cross_layer": ((num_pages, 2, n, h, d2), None),
     }
     shape, order = shapes[case.layout]
-    memory = torch.full(shape, float("nan"), dtype=case.dtype, device=device)
+    memory = torch.full(shape, float("nan"), device=device).to(case.kv_dtype or case.dtype)
     return memory[:, 0].permute(0, 2, 1, 3) if order is None else memory.permute(*order)
 
 
@@ -106,7 +115,32 @@ def make_features(case: Case, device: str, gen: torch.Generator) -> dict:
         # The geometric slopes of the paper, for any number of heads.
         features["alibi_slopes"] = 2.0 ** -(8.0 / heads * (1 + torch.arange(heads))).to(device)
         features["alibi_sqrt"] = case.alibi == "sqrt"
+    if case.kv_scales:
+        # No powers of two; heads that share a scale by mistake are far off.
+        heads = torch.arange(1, (case.num_kv_heads if case.kv_scales == "head" else 1) + 1)
+        features["k_scale"], features["v_scale"] = (
+            scale.to(device) for scale in (0.0123 * heads, 0.0456 / heads)
+        )
     return features
+
+
+def quantise(rows: torch.Tensor, case: Case, features: dict) -> torch.Tensor:
+    """Keys and values ``[heads, keys, 2 D]`` as the case's cache holds them."""
+    if case.kv_dtype is None:
+        return rows.to(case.dtype)
+    largest = torch.finfo(case.kv_dtype).max
+    halves = [
+        (x.to(rows) / head_scales(features.get(name), case)[:, None, None].to(rows))
+        for name, x in zip(("k_scale", "v_scale"), rows.split(case.head_dim, -1), strict=True)
+    ]
+    return torch.cat(halves, -1).clamp(-largest, largest).to(case.kv_dtype)
+
+
+def head_scales(scale: torch.Tensor | None, case: Case) -> torch.Tensor:
+    """One scale for each KV head, fp32."""
+    if scale is None:
+        return torch.ones(case.num_kv_heads)
+    return scale.float().cpu().expand(case.num_kv_heads)
 
 
 def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
@@ -120,6 +154,7 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     order = torch.randperm(sum(num_pages) + 3, generator=gen)
     cache = empty_cache(case, len(order), device)
     width = max(num_pages) + 2
+    features = make_features(case, device, torch.Generator().manual_seed(seed + 1))
     table = torch.full((len(lens) + case.pad_requests, width), NOWHERE, dtype=torch.int32)
     taken = 0
     for r, n in enumerate(lens):
@@ -134,7 +169,8 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
             used = min(case.page_size, n - i * case.page_size)
             rows = torch.randn(case.num_kv_heads, used, 2 * case.head_dim, generator=gen)
             begin = min(max(first_key - i * case.page_size, 0), used)
-            cache[page, :, begin:used] = rows[:, begin:].to(device=device, dtype=case.dtype)
+            rows = quantise(rows, case, features)
+            cache[page, :, begin:used] = rows[:, begin:].to(device)
     qsl = [0]
     for q_len, _ in case.requests:
         qsl.append(qsl[-1] + q_len)
@@ -143,7 +179,6 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     q[qsl[-1] :] = float("nan")
     qsl += [qsl[-1]] * case.pad_requests
     lens += [0] * case.pad_requests
-    features = make_features(case, device, gen)
     return Batch(case, q, cache, table.to(device), qsl, lens, features)
 
 
@@ -152,6 +187,7 @@ def make_attention(case: Case, device: str, **overrides) -> PagedAttention:
     reqs = len(case.requests) + case.pad_requests
     tokens = sum(q for q, _ in case.requests) + case.pad_tokens
     kwargs = {"max_num_reqs": reqs + 2, "max_num_tokens": tokens + 7, "window": case.window}
+    kwargs["kv_dtype"] = case.kv_dtype
     kwargs |= overrides
     attn = PagedAttention(
         case.num_q_heads, case.num_kv_heads, case.head_dim, page_size=case.page_size,
@@ -178,6 +214,32 @@ def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
     return attn.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, **kwargs)
 
 
+def reference(batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` of the batch by torch in ``dtype``.
+
+    Of an fp8 cache: in fp32 over dequantised keys and values; in other dtypes, which would round
+    these once more, scales go to logits and outputs as in the kernels.
+    """
+    case, scale = batch.case, batch.case.head_dim**-0.5
+    features = batch.features | {"window": case.window}
+    scales = [features.pop(name, None) for name in ("k_scale", "v_scale")]
+    k, v = batch.k_cache, batch.v_cache
+    if case.kv_dtype is None:
+        args = (batch.q, k, v, batch.qsl, batch.lens, batch.block_table, scale)
+        return paged_attention(*args, dtype=dtype, **features)
+    k_scale, v_scale = (head_scales(x, case).to(batch.q.device) for x in scales)
+    if dtype == torch.float32:
+        k, v = (x.float() * s[:, None, None] for x, s in ((k, k_scale), (v, v_scale)))
+        args = (batch.q, k, v, batch.qsl, batch.lens, batch.block_table, scale)
+        return paged_attention(*args, dtype=dtype, **features)
+    k_scale, v_scale = (s.repeat_interleave(batch.group) for s in (k_scale, v_scale))
+    scale = scale * k_scale[:, None, None]
+    k, v = k.to(dtype), v.to(dtype)  # exact
+    args = (batch.q, k, v, batch.qsl, batch.lens, batch.block_table, scale)
+    out, lse = paged_attention(*args, dtype=dtype, **features)
+    return out * v_scale[:, None], lse
+
+
 def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
     """Assert that ``out`` (and ``lse``) is right where rows are owned.
 
@@ -188,11 +250,8 @@ def check(batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None) -> N
     errs by up to 64 ln(2) roundings, which no other dtype's output would show.
     """
     case = batch.case
-    scale = case.head_dim**-0.5
-    args = (batch.q, batch.k_cache, batch.v_cache, batch.qsl, batch.lens, batch.block_table, scale)
-    features = batch.features | {"window": case.window}
-    expected, expected_lse = paged_attention(*args, dtype=torch.float32, **features)
-    same_dtype, _ = paged_attention(*args, dtype=case.dtype, **features)
+    expected, expected_lse = reference(batch, torch.float32)
+    same_dtype, _ = reference(batch, case.dtype)
     eps = torch.finfo(case.dtype).eps
     roundings = 64 * math.log(2) if case.dtype == torch.float32 else 4
     for r, (begin, end) in enumerate(itertools.pairwise(batch.qsl)):

@@ -14,7 +14,7 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added) and
 ``seconds``; and for the engine ``start_counters``, ``block_size``, ``backend``, ``runner`` and
-``preemptions``.
+``preemptions``, and ``layers``: page size, window, soft cap, sinks and ALiBi of each of our layers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 
 
-def attend_without_oldest_key(impl, query, kv_cache, metadata, output):
-    """Causal attention whose window is one key too short: the oldest key is never seen."""
+def attend_plainly(impl, query, kv_cache, metadata, output, unseen=0):
+    """Causal attention without window, soft cap, sinks and ALiBi; the oldest keys may be unseen."""
     k_cache, v_cache = kv_cache.split(impl.head_size, dim=-1)
     group = impl.num_heads // impl.num_kv_heads
     starts = metadata.query_start_loc.tolist()
@@ -47,15 +47,21 @@ def attend_without_oldest_key(impl, query, kv_cache, metadata, output):
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), keys) * impl.scale
         last = torch.arange(seq_len - (end - begin), seq_len, device=query.device)
         place = torch.arange(seq_len, device=query.device)
-        visible = (place <= last[:, None]) & ((place > 0) | (last[:, None] == 0))
+        visible = (place <= last[:, None]) & ((place >= unseen) | (last[:, None] < unseen))
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         output[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
     return output
 
 
+def attend_without_oldest_key(*args):
+    """Attention whose window is one key too short: the oldest key is never seen."""
+    return attend_plainly(*args, unseen=1)
+
+
 SABOTAGE: dict[str, Callable] = {
     "zeros": lambda impl, query, kv_cache, metadata, output: output.zero_(),
     "window": attend_without_oldest_key,
+    "plain": attend_plainly,
 }
 
 
@@ -133,6 +139,8 @@ def _gaps(logprobs) -> list[float]:
 
 def describe_engine(llm) -> dict:
     """What the engine chose; the worker's part only when the engine core runs in this process."""
+    from vllm.model_executor.layers.attention import Attention as AttentionLayer
+
     config = llm.llm_engine.vllm_config
     described = {
         "block_size": config.cache_config.block_size,
@@ -141,12 +149,29 @@ def describe_engine(llm) -> dict:
         "drafts": _metric(llm, "vllm:spec_decode_num_draft_tokens"),
     }
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    layers = config.compilation_config.static_forward_context
+    # Experts and states of other kinds stand there as well.
+    context = config.compilation_config.static_forward_context
+    layers = {name: x for name, x in context.items() if isinstance(x, AttentionLayer)}
     modules = {cls.__module__ for cls in type(worker.model_runner).__mro__}
     described["runner"] = "v2" if "vllm.v1.worker.gpu.model_runner" in modules else "v1"
     described["impls"] = sorted({type(layer.impl).__name__ for layer in layers.values()})
     described["backends"] = sorted({layer.attn_backend.__name__ for layer in layers.values()})
+    described["layers"] = [describe_layer(layer) for layer in layers.values()]
     return described
+
+
+def describe_layer(layer) -> dict:
+    """What one layer of ours computes besides plain attention; nothing of others' layers."""
+    impl = layer.impl
+    if type(impl).__name__ != "TilewiseImpl":
+        return {}
+    return {
+        "page_size": layer.kv_cache.shape[2],
+        "window": impl.window,
+        "soft_cap": impl.soft_cap,
+        "sinks": impl.sinks is not None,
+        "alibi": impl.alibi_slopes is not None,
+    }
 
 
 def _metric(llm, name: str) -> int:

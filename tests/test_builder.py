@@ -272,7 +272,7 @@ def make_impl(**changes):
         ({"sliding_window": 128}, r"sliding window \(128\)"),
         ({"logits_soft_cap": 30.0}, r"soft cap \(30.0\)"),
         ({"attn_type": "encoder"}, "attention type 'encoder'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype 'nvfp4'"),
         ({"sinks": torch.zeros(HEADS)}, "option 'sinks'"),
         ({"chunk_lookback": 2}, "option 'chunk_lookback'"),
     ],

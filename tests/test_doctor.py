@@ -47,13 +47,53 @@ def test_a_llama_is_ours_with_the_policys_tiles():
     assert kind.layers == (0, 1, 2, 3)
     assert (kind.num_q_heads, kind.num_kv_heads, kind.head_size) == (32, 8, 128)
     assert (kind.backend, kind.reasons, kind.features) == ("TILEWISE", (), ())
-    assert kind.kernels == ("plan", "cache_write", "prefill", "decode")
+    assert kind.kernels == ("plan", "cache_write", "hopper_prefill", "decode")
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER)
+    assert kind.hopper_prefill == vars(config.hopper_prefill)
+    assert kind.why_not_hopper is None
     assert kind.prefill == vars(config.prefill)
     assert kind.decode == vars(config.decode)
     assert kind.num_workers == config.num_workers
     assert kind.workspace_bytes == workspace_bytes(config, 64, 2048)
     assert (found.cuda_graphs, found.page_size, found.arch) == ("ALWAYS", 64, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "reason"),
+    [
+        ({}, {"device": ARCHITECTURES[80]}, "compute capability 8.0 (accepted: 9.0)"),
+        ({"head_dim": 96}, {}, "head_dim 96 (accepted: 64, 128, 256)"),
+        ({}, {"block_size": 16}, "page_size 16 (accepted: 64 and multiples of 128)"),
+        ({}, {"kv_cache_dtype": "fp8"}, "1 bytes an element of the cache (accepted: 2)"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {},
+         "a logits soft cap or ALiBi (accepted: neither)"),
+    ],
+)  # fmt: skip
+def test_the_plain_prefill_serves_what_the_gluon_kernel_does_not(extra, options, reason):
+    for kind in report({**LLAMA, **extra}, **options).kinds:
+        assert kind.backend == "TILEWISE"
+        assert kind.kernels == ("plan", "cache_write", "prefill", "decode")
+        assert kind.hopper_prefill is None
+        assert kind.why_not_hopper == reason
+
+
+def test_a_narrow_window_has_tiles_of_its_own():
+    windowed = {**LLAMA, "model_type": "gpt_oss", "sliding_window": 128, "head_dim": 64}
+    narrow, full = report(windowed).kinds
+    assert (narrow.window, full.window) == (128, None)
+    assert narrow.hopper_prefill["block_n"] < full.hopper_prefill["block_n"]
+
+
+def test_an_fp8_cache_is_ours_with_the_tiles_of_its_bytes():
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        (kind,) = report(LLAMA, kv_cache_dtype=name).kinds
+        config = policy.choose(policy.Geometry(32, 8, 128, 64, 2, 1), HOPPER)
+        assert (kind.backend, kind.reasons) == ("TILEWISE", ())
+        assert kind.prefill == vars(config.prefill)
+        assert kind.decode == vars(config.decode)
+        assert kind.workspace_bytes == workspace_bytes(config, 64, 2048)
+    (plain,) = report(LLAMA).kinds
+    assert plain.decode != kind.decode
 
 
 def test_tensor_parallel_ranks_share_the_heads():
@@ -150,9 +190,9 @@ def test_layers_without_attention_are_counted_apart(extra, attention):
 
 
 def test_options_of_the_server_change_the_answer():
-    (kind,) = report(LLAMA, kv_cache_dtype="fp8").kinds
+    (kind,) = report(LLAMA, kv_cache_dtype="nvfp4").kinds
     assert kind.backend == "FLASHINFER"
-    assert [reason.key for reason in kind.reasons] == ["kv_fp8"]
+    assert [reason.key for reason in kind.reasons] == ["kv_nvfp4"]
     (kind,) = report(LLAMA, block_size=24).kinds
     assert (kind.backend, kind.candidates) == (None, ())
     assert report(LLAMA, block_size=32).page_size == 32
@@ -344,9 +384,10 @@ def test_exit_status(tmp_path, monkeypatch, capsys):
     assert "Nothing fatal." in capsys.readouterr().out
     assert doctor.main([model, "--block-size", "24"]) == 1
     assert "FATAL (model): no backend computes layers 0-3" in capsys.readouterr().out
-    assert doctor.main([model, "--kv-cache-dtype", "fp8"]) == 0
+    assert doctor.main([model, "--kv-cache-dtype", "nvfp4"]) == 0
     monkeypatch.setenv("TILEWISE_FALLBACK", "error")
-    assert doctor.main([model, "--kv-cache-dtype", "fp8"]) == 1
+    assert doctor.main([model, "--kv-cache-dtype", "fp8"]) == 0
+    assert doctor.main([model, "--kv-cache-dtype", "nvfp4"]) == 1
     monkeypatch.setenv("TILEWISE_FALLBACK", "perhaps")
     assert doctor.main([]) == 1
     monkeypatch.setenv("TILEWISE_FALLBACK", "")
@@ -395,13 +436,16 @@ def test_the_report_for_people(tmp_path, monkeypatch, capsys, rich):
     out = capsys.readouterr().out
     for text in (
         "none  torch sees no CUDA device", "TILEWISE, CUSTOM", "TILEWISE_SELF_CHECK", "0, 2",
-        "sliding window (128); attention sinks", "attention sinks not supported",
+        "sliding window (128); attention sinks", "Tiles on sm_90", "hopper_prefill", "128 x 128",
     ):  # fmt: skip
         assert text in out
-    doctor.main([write(tmp_path, LLAMA)])
+    doctor.main([write(tmp_path, LLAMA), "--arch", "sm_80"])
     out = capsys.readouterr().out
-    assert "Tiles on sm_90" in out
-    assert "64 x 64" in out
+    assert "Tiles on sm_80" in out
+    assert "128 x 64" in out
+    assert "hopper_prefill" not in out
+    doctor.main([write(tmp_path, LLAMA), "--kv-cache-dtype", "nvfp4"])
+    assert "kv_cache_dtype not supported (nvfp4" in capsys.readouterr().out
 
 
 def documented() -> set[str]:
@@ -423,7 +467,8 @@ def test_the_json_has_the_documented_keys(tmp_path, monkeypatch, capsys):
     broken = checks.Registration((), False, "because")
     monkeypatch.setattr(checks, "registration", lambda: broken)
     monkeypatch.setattr(checks, "gpus", lambda: (gpu,))
-    config = {**LLAMA, "model_type": "gpt_oss", "sliding_window": 128}
+    # Some layers ours, some not.
+    config = {**LLAMA, "model_type": "llama4_text", "attention_chunk_size": 8192}
     assert doctor.main([write(tmp_path, config), "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
     assert printed["schema"] == 1

@@ -201,6 +201,23 @@ def test_our_backend_ran_under_its_graphs(compared, engine):
     assert counts["launches{kernel=cache_write}"] < compared.num_layers * sum(steps.values())
 
 
+@pytest.mark.parametrize("engine", OURS)
+def test_steps_are_counted_by_graph_mode(compared, engine):
+    """Decodes are replayed whole; the rest as vLLM's mode says."""
+    for done in compared.jobs[engine]["rounds"][1:NUM_PIECES]:
+        counts = done["counters"]
+        modes = {n: c for n, c in counts.items() if n.startswith("graph_steps{") and c}
+        steps = sum(c for n, c in counts.items() if n.startswith("steps{"))
+        # The round's last step is counted in the next round, its first one is of the round before.
+        assert sum(modes.values()) == steps
+        assert modes["graph_steps{mode=full}"] >= PIECE - 2
+        assert "graph_steps{mode=capture}" not in modes
+        # Each layer of a step that is not replayed writes the cache from Python.
+        launched = steps - modes["graph_steps{mode=full}"]
+        writes = counts["launches{kernel=cache_write}"]
+        assert abs(writes - compared.num_layers * launched) <= compared.num_layers
+
+
 def test_flash_attn_was_the_reference(compared):
     assert compared.jobs["flash"]["backends"] == ["FlashAttentionBackend"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import Case, check, make_attention, make_batch, plan_batch
 
-from tilewise.kernels.launch import KvCache
+from tilewise import counters, policy
 
 TESTS = Path(__file__).parent
 OLD_TRITON = Path(sys.prefix) / "triton36"
@@ -19,10 +19,12 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 VARIANTS = [
     {"head_dim": 128, "page_size": 64, "group_size": 4},
-    {"head_dim": 64, "page_size": 128, "group_size": 8, "lse": True},
+    {"head_dim": 64, "page_size": 128, "group_size": 8, "lse": True, "sinks": True, "window": 128},
     {"head_dim": 128, "page_size": 256, "group_size": 64, "dtype": "fp16"},
+    {"head_dim": 256, "page_size": 64, "group_size": 2},
+    {"head_dim": 128, "page_size": 64, "group_size": 4, "window": 4096},
 ]
-OLD_VARIANTS = VARIANTS[:1]
+OLD_VARIANTS = [VARIANTS[0], VARIANTS[3]]
 
 
 def compiled(variants, folder, old_triton=False):
@@ -30,7 +32,8 @@ def compiled(variants, folder, old_triton=False):
     env["PYTHONSAFEPATH"] = "1"
     if old_triton:
         # Before what is there: the checkout may be on the path and not installed.
-        env["PYTHONPATH"] = os.pathsep.join([str(OLD_TRITON), env.get("PYTHONPATH", "")])
+        paths = [str(OLD_TRITON), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     job = folder / "variants.json"
     job.write_text(json.dumps(variants))
     command = [sys.executable, str(TESTS / "aot_job.py"), "gluon", str(job)]
@@ -43,17 +46,25 @@ def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
-        # outside the loops only.
-        assert row["spill_bytes"] <= 1200, row
-        assert row["wgmma"] >= 64, row
+        # outside the loops only: the row-by-row stores of a request's last tile keep offsets there.
+        assert row["spill_bytes"] <= (3400 if row["head_dim"] == 256 else 1600), row
+        assert row["wgmma"] >= 32, row
         assert row["tma"] >= 6, row
         assert row["setmaxnreg"] > 0, row
-        # Two loops, with and without masks, in each of the two consumers.
-        loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] and loop["instructions"] < 700]
-        assert len(loops) == 4, row
+        # In each of the two consumers: one loop with masks, one without, and with a wide window
+        # another one with; a narrow window has masks only.
+        window = row.get("window", 0)
+        loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 30]
+        loops = [loop for loop in loops if loop["instructions"] < 900]
+        assert len(loops) == (4 if not window else 2 if window < 256 else 6), row
         for loop in loops:
+            assert loop["LDL"] + loop["STL"] <= 2, row
+            assert loop["PRMT"] <= 1, row
+        loops.sort(key=lambda loop: loop["instructions"])
+        # The loops without masks do nearly all the work.
+        for loop in loops[:2]:
+            assert loop["instructions"] <= 480, row
             assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
-        assert min(loop["instructions"] for loop in loops) <= 480, row
 
 
 def test_variants_compile_with_clean_main_loops(tmp_path):
@@ -66,61 +77,157 @@ def test_compiles_on_triton_36(tmp_path):
     if not OLD_TRITON.is_dir():
         pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
     rows = compiled(OLD_VARIANTS, tmp_path, old_triton=True)
-    assert rows[0]["shared_bytes"] <= 227 * 1024
-    assert rows[0]["wgmma"] >= 64
+    assert len(rows) == len(OLD_VARIANTS)
+    check_budget(rows)
 
 
+MIXED = ((2000, 0), (129, 5000), (64, 8000), (1999, 1), (1, 700), (16, 90))
+MANY = tuple((17 + 29 * i % 200, 131 * i % 3000) for i in range(100))
+LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16}
+GPT_OSS = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "dtype": BF16, "sinks": 1.0}
+GEMMA = {"num_q_heads": 8, "num_kv_heads": 4, "head_dim": 256, "dtype": BF16}
 GPU_CASES = [
-    Case(((128, 0),), 32, 8, 128, dtype=BF16),
-    Case(((17, 0), (40, 100), (0, 0), (300, 64)), 32, 8, 128, dtype=BF16, pad_requests=2),
-    Case(((2000, 0), (129, 5000), (64, 8000), (1999, 1)), 32, 8, 128, dtype=BF16),
-    Case(((2000, 0), (129, 5000), (64, 8000), (1999, 1)), 32, 8, 128, dtype=FP16, layout="hnd"),
-    Case(((500, 3000), (33, 0)), 32, 8, 128, dtype=BF16, layout="cross_layer", page_size=128),
-    Case(((500, 3000), (33, 0)), 64, 8, 64, dtype=BF16, page_size=256),
-    Case(((500, 3000), (33, 0)), 8, 8, 128, dtype=BF16),
+    Case(((128, 0),), **LLAMA),
+    Case(((17, 0), (40, 100), (0, 0), (300, 64)), pad_requests=2, **LLAMA),
+    Case(MIXED, **LLAMA),
+    Case(MIXED, layout="hnd", **(LLAMA | {"dtype": FP16})),
+    Case(((500, 3000), (33, 0)), layout="cross_layer", page_size=128, **LLAMA),
+    Case(((500, 3000), (33, 0)), **(LLAMA | {"num_q_heads": 8})),
     Case(((500, 3000), (33, 0)), 64, 1, 64, dtype=BF16),
-    Case(((200, -50), (77, 0)), 32, 8, 128, dtype=BF16),
-    Case(tuple((17 + 29 * i % 200, 131 * i % 3000) for i in range(100)), 32, 8, 128, dtype=BF16),
+    Case(((200, -50), (77, 0)), **LLAMA),
+    Case(MANY, **LLAMA),
+    Case(MIXED, sinks=2.0, **LLAMA),
+    *(Case(MIXED, window=window, **LLAMA) for window in (1, 63, 128, 500, 512, 1000, 4096, 2**30)),
+    Case(((500, 3000), (33, 0)), page_size=256, **GPT_OSS),
+    Case(MIXED, window=128, **GPT_OSS),
+    Case(MANY, window=700, page_size=128, **GPT_OSS),
+    Case(((200, -50), (77, 0)), window=90, **GPT_OSS),
+    Case(MIXED, **GEMMA),
+    Case(MIXED, window=1024, **GEMMA),
+    Case(MANY, page_size=128, **(GEMMA | {"num_q_heads": 4, "dtype": FP16})),
 ]
+
+
+def hopper_launches():
+    return counters.snapshot().get("launches{kernel=hopper_prefill}", 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_matches_reference(case):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs compute capability 9.0")
-    from tilewise.kernels.hopper_prefill import hopper_prefill_attention, hopper_prefill_supported
-
-    group = case.num_q_heads // case.num_kv_heads
-    assert hopper_prefill_supported(group, case.head_dim, case.page_size) is None
+    needs_hopper()
     batch = make_batch(case, "cuda")
-    config = make_attention(case, "cuda").config
-    config = dataclasses.replace(config, prefill=dataclasses.replace(config.prefill, block_m=128))
-    attn = make_attention(case, "cuda", config=config)
-    plan = plan_batch(attn, batch)
-    counter = torch.zeros(2, dtype=torch.int32, device="cuda")
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    attn = make_attention(case, "cuda")
+    assert attn.config.hopper_prefill is not None
+    plan_batch(attn, batch)
     outs = []
-    for _ in range(3):  # launches back to back: the counter must come back to zero
-        out = torch.full_like(batch.q, 7.0)
-        lse = torch.full(out.shape[:2], 7.0, device="cuda")
-        hopper_prefill_attention(
-            out, lse, batch.q, KvCache(batch.k_cache, batch.v_cache), plan.query_start_loc,
-            plan.seq_lens, plan.block_table, attn._header, attn._tile_req, attn._tile_token,
-            counter, case.head_dim**-0.5, num_programs=programs,
+    for _ in range(3):  # launches back to back: the counters must come back to zero
+        before = hopper_launches()
+        out, lse = attn.run(
+            batch.q, batch.kv_cache, out=torch.full_like(batch.q, 7.0), return_lse=True,
+            **batch.features,
         )  # fmt: skip
+        assert hopper_launches() == before + 1
         check(batch, out, lse)
         assert (out[batch.num_tokens :] == 7.0).all()
-        assert not counter.any()
-        outs.append(out)
+        assert attn._header[3:].tolist() == [0, 0]
+        outs.append(out[: batch.num_tokens])
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
 
-def test_layers_it_cannot_serve_are_named():
-    from tilewise.kernels.hopper_prefill import hopper_prefill_supported
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES[2:18:5], ids=str)
+def test_the_plain_twin_agrees_on_the_same_plan(case):
+    needs_hopper()
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    fast, fast_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    before = hopper_launches()
+    attn.config = dataclasses.replace(attn.config, hopper_prefill=None)
+    plain, plain_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    assert hopper_launches() == before
+    check(batch, plain, plain_lse)
+    rows = slice(0, batch.num_tokens)
+    torch.testing.assert_close(fast[rows], plain[rows], rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=1e-3)
 
-    assert hopper_prefill_supported(4, 128, 64) is None
-    assert "group size 3" in hopper_prefill_supported(3, 128, 64)
-    assert "head_dim 96" in hopper_prefill_supported(4, 96, 64)
-    assert "page_size 16" in hopper_prefill_supported(4, 128, 16)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["softcap", "alibi", "odd rows", "odd address"])
+def test_what_it_cannot_take_goes_to_the_plain_twin(change):
+    needs_hopper()
+    features = {"softcap": {"softcap": 5.0}, "alibi": {"alibi": "linear"}}.get(change, {})
+    case = Case(((300, 200), (40, 0)), **LLAMA, **features)
+    batch = make_batch(case, "cuda")
+    if change == "odd rows":
+        rows, heads, d = batch.q.shape
+        wide = torch.full((rows, heads * d + 4), float("nan"), dtype=BF16, device="cuda")
+        wide[:, : heads * d] = batch.q.flatten(1)
+        batch.q = wide[:, : heads * d].view(rows, heads, d)
+    elif change == "odd address":
+        flat = torch.empty(batch.q.numel() + 1, dtype=BF16, device="cuda")
+        flat[1:] = batch.q.flatten()
+        batch.q = flat[1:].view(batch.q.shape)
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    before = hopper_launches()
+    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    assert hopper_launches() == before
+    check(batch, out, lse)
+
+
+@pytest.mark.gpu
+def test_large_logits_and_growing_keys():
+    """Rows whose maximum rises in every block, by more than the stale one tolerates."""
+    needs_hopper()
+    case = Case(((700, 900), (300, 0)), **LLAMA)
+    batch = make_batch(case, "cuda")
+    for r, seq_len in enumerate(batch.lens):
+        for n in range(seq_len):
+            page = batch.block_table[r, n // case.page_size]
+            batch.k_cache[page, :, n % case.page_size] *= 0.1 + 12 * abs(n - 600) / 1600
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    before = hopper_launches()
+    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
+    assert hopper_launches() == before + 1
+    check(batch, out, lse)
+
+
+def needs_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+
+
+HOPPER = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "device", "reason"),
+    [
+        ((32, 8, 128, 64, 2), {}, None),
+        ((64, 8, 64, 128, 2), {}, None),
+        ((16, 16, 256, 64, 2), {}, None),
+        ((24, 8, 128, 64, 2), {}, "group size 3"),
+        ((128, 1, 128, 64, 2), {}, "group size 128"),
+        ((32, 8, 96, 64, 2), {}, "head_dim 96"),
+        ((32, 8, 128, 16, 2), {}, "page_size 16"),
+        ((32, 8, 128, 192, 2), {}, "page_size 192"),
+        ((32, 8, 128, 64, 4), {}, "4 bytes"),
+        ((32, 8, 128, 64, 2, 1), {}, "1 bytes an element of the cache"),
+        ((32, 8, 128, 64, 2), {"arch": 100}, "capability 10.0"),
+        ((32, 8, 128, 64, 2), {"arch": 80}, "capability 8.0"),
+        ((32, 8, 128, 64, 2), {"gluon": False}, "interpreter"),
+    ],
+)
+def test_the_policy_says_why_not(geometry, device, reason):
+    geometry, device = policy.Geometry(*geometry), dataclasses.replace(HOPPER, **device)
+    config = policy.choose(geometry, device)
+    if reason is None:
+        assert policy.why_not_hopper(geometry, device) is None
+        assert config.prefill.block_m == policy.HOPPER_ROWS
+    else:
+        assert reason in policy.why_not_hopper(geometry, device)
+    assert (config.hopper_prefill is None) == (reason is not None)

@@ -92,7 +92,7 @@ def modules_of(wheel: Path) -> set[str]:
 
 
 def test_wheel_holds_every_file_of_the_folders_and_nothing_else(dists):
-    expected = {"tilewise/py.typed"}
+    expected = {"tilewise/py.typed", "tilewise/bench/page.html"}
     for package, folder in FOLDERS.items():
         prefix = "tilewise/" + (f"{package}/" if package else "")
         expected |= {prefix + path.name for path in (ROOT / folder).glob("*.py")}

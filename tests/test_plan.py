@@ -165,7 +165,7 @@ def plan_on(device):
         n, active = attn._header[0].item(), attn._header[1].item()
         assert not attn._worker_record[active:, :2].any(), "idle workers must have no stretch"
         return policy.BatchPlan(
-            header=tuple(attn._header.tolist()),
+            header=tuple(attn._header[:3].tolist()),
             tile_req=tuple(attn._tile_req[:n].tolist()),
             tile_token=tuple(attn._tile_token[:n].tolist()),
             cu_work=tuple(attn._cu_work[: len(batch) + 1].tolist()),

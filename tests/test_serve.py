@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -12,14 +13,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import prometheus_server
 import pytest
+import torch
 from agreement import compare, greedy_reference
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_model import TinyLlama
 
 from tilewise import exporter
+from tilewise.counters import METRICS
 
 pytestmark = pytest.mark.vllm
 
@@ -28,6 +34,14 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 PROMPTS = [[1, 5, 6, 7], [1, *range(40, 130)]]
 NUM_TOKENS = 8
 BENCH_PROMPTS = 4
+
+
+@dataclass
+class Watched:
+    """What a Prometheus server has of the server, at the time when `Served.metrics` was read."""
+
+    prometheus: prometheus_server.Prometheus
+    at: float
 
 
 @dataclass
@@ -40,6 +54,9 @@ class Served:
     metrics: str
     exit_code: int
     log: str
+    metrics_at_start: str
+    metrics_before_bench: str
+    watched: Watched | None
 
 
 def engine_environment() -> dict[str, str]:
@@ -102,7 +119,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model, tmp_path_factory) -> Served:
+def served(model, tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
     port, log = free_port(), folder / "server.log"
     url = f"http://127.0.0.1:{port}"
@@ -116,8 +133,14 @@ def served(model, tmp_path_factory) -> Served:
         server = subprocess.Popen(
             command, env=engine_environment(), stdout=out, stderr=subprocess.STDOUT
         )
+    prometheus = None
     try:
         wait_until_up(url, server, log)
+        if prometheus_server.BINARY is not None:
+            prometheus = prometheus_server.Prometheus(folder, port)
+            # `rate` needs a sample from before the traffic.
+            prometheus.wait_for("tilewise_build_info", 1)
+        at_start = settled_metrics(f"{url}/metrics")
         asked = {
             "model": "tiny", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True,
@@ -128,15 +151,26 @@ def served(model, tmp_path_factory) -> Served:
         ]
         chat = {**asked, "messages": [{"role": "user", "content": "hello"}]}
         chat_answer = json.loads(fetch(f"{url}/v1/chat/completions", chat))
+        before_bench = settled_metrics(f"{url}/metrics")
         bench = run_bench(url, model, folder)
         metrics = settled_metrics(f"{url}/metrics")
+        watched = None
+        if prometheus is not None:
+            steps = metric(metrics, "tilewise_steps_total")
+            prometheus.wait_for("tilewise_steps_total", steps)
+            watched = Watched(prometheus, time.time())
         server.send_signal(signal.SIGTERM)
         exit_code = server.wait(timeout=60)
     finally:
         if server.poll() is None:
             server.kill()
             server.wait()
-    return Served(completions, chat_answer, bench, metrics, exit_code, log.read_text())
+    yield Served(
+        completions, chat_answer, bench, metrics, exit_code, log.read_text(), at_start,
+        before_bench, watched,
+    )  # fmt: skip
+    if prometheus is not None:
+        prometheus.stop()
 
 
 def settled_metrics(url: str) -> str:
@@ -209,6 +243,145 @@ def test_metrics_show_what_tilewise_ran(served):
     assert metric(served.metrics, "tilewise_workspace_bytes") > 0
     tokens = metric(served.metrics, "tilewise_tokens_total")
     assert tokens >= metric(served.metrics, "vllm:generation_tokens_total")
+
+
+def moved(before: str, after: str, name: str, label: str = "") -> float:
+    """How much a counter grew; one that was not there yet stood at 0."""
+    return total(after, name, label) - total(before, name, label)
+
+
+def total(text: str, name: str, label: str = "") -> float:
+    return metric(text, name, label) if f"{name}{{" in text and label in text else 0.0
+
+
+def test_counters_move_as_the_requests_say(served):
+    """Three requests, one after the other: every step, token and launch is known."""
+    before, after = served.metrics_at_start, served.metrics_before_bench
+    lengths = [*map(len, PROMPTS), served.chat["usage"]["prompt_tokens"]]
+    # Chunks of at most 64 tokens; those of up to 16 take the decode kernel, like every later token.
+    chunks = [min(64, n - start) for n in lengths for start in range(0, n, 64)]
+    decodes = sum(n <= 16 for n in chunks) + len(lengths) * (NUM_TOKENS - 1)
+    prefills = sum(n > 16 for n in chunks)
+    assert prefills > 0
+
+    def grew(name: str, label: str = "") -> float:
+        return moved(before, after, f"tilewise_{name}_total", label)
+
+    assert grew("steps", 'path="decode"') == decodes
+    # An engine's first prefill may launch the decode kernel too, to have it compiled.
+    mixed = grew("steps", 'path="mixed"')
+    assert mixed <= 1
+    assert grew("steps", 'path="prefill"') + mixed == prefills
+    assert grew("steps") == decodes + prefills
+    # The last token of a request is never fed back.
+    assert grew("tokens") == sum(lengths) + len(lengths) * (NUM_TOKENS - 1)
+    assert grew("kernel_launches", 'kernel="plan"') == decodes + prefills
+    assert grew("kernel_launches", 'kernel="cache_write"') == 2 * (decodes + prefills)
+    assert grew("kernel_launches", 'kernel="decode"') == 2 * (decodes + mixed)
+    assert grew("kernel_launches", 'kernel="prefill"') == 2 * prefills
+    # No graphs here; the newest step is counted when there is a next one.
+    steps = metric(after, "tilewise_steps_total")
+    assert metric(after, "tilewise_graph_steps_total", 'mode="none"') == steps - 1
+    assert metric(after, "tilewise_graph_steps_total") == steps - 1
+    assert moved(before, after, "tilewise_build_seconds_count") == decodes + prefills
+
+
+def test_counters_move_as_the_bench_says(served):
+    """Requests side by side: how they share steps is the scheduler's, their tokens are not."""
+    before, after = served.metrics_before_bench, served.metrics
+    requests = moved(before, after, "vllm:request_success_total")
+    # Some versions of the bench send one more, to see that the server answers.
+    assert requests in (BENCH_PROMPTS, BENCH_PROMPTS + 1)
+    prompt = moved(before, after, "vllm:prompt_tokens_total")
+    answer = moved(before, after, "vllm:generation_tokens_total")
+    cached = moved(before, after, "vllm:prefix_cache_hits_total")
+    assert moved(before, after, "tilewise_tokens_total") == prompt - cached + answer - requests
+    steps = moved(before, after, "tilewise_steps_total")
+    # Not fewer than a lonely request takes, not more than all of them one after the other.
+    assert 4 * BENCH_PROMPTS / 2 <= steps <= answer + requests
+    assert moved(before, after, "tilewise_kernel_launches_total", 'kernel="plan"') == steps
+
+
+def test_the_server_says_what_it_is(served):
+    assert metric(served.metrics, "tilewise_build_info") == 1
+    (line,) = [t for t in served.metrics.splitlines() if t.startswith("tilewise_build_info{")]
+    assert f'torch="{torch.__version__}"' in line
+    # The interpreter compiles nothing.
+    assert metric(served.metrics, "tilewise_kernel_compilations_total") == 0
+    assert metric(served.metrics, "tilewise_kv_splits_count") > 0
+
+
+needs_prometheus = pytest.mark.skipif(
+    prometheus_server.BINARY is None, reason=prometheus_server.MISSING
+)
+
+
+@needs_prometheus
+def test_prometheus_has_every_sample_of_ours(served):
+    watched = served.watched
+    found = watched.prometheus.query('{__name__=~"tilewise_.*"}', watched.at)
+    scraped = {}
+    for labels, value in found:
+        name = labels.pop("__name__")
+        own = {k: v for k, v in labels.items() if k not in ("instance", "job")}
+        scraped[name, tuple(sorted(own.items()))] = value
+    assert scraped == dict(samples(served.metrics))
+
+
+def samples(text: str) -> Iterator[tuple[tuple[str, tuple], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("tilewise_"):
+                yield (sample.name, tuple(sorted(sample.labels.items()))), sample.value
+
+
+DASHBOARD = json.loads(
+    (Path(__file__).resolve().parent.parent / "docs/monitoring/grafana.json").read_text()
+)
+TARGETS = [
+    pytest.param(
+        target["expr"],
+        id=f"{panel['title']} {target['refId']}",
+        marks=pytest.mark.skipif(
+            "self_check" in target["expr"] and "self_checks" not in METRICS,
+            reason="no self-check is counted here",
+        ),
+    )
+    for panel in DASHBOARD["panels"]
+    for target in panel["targets"]
+]
+
+
+def filled_in(expression: str) -> str:
+    """An expression as Grafana sends it, with all instances and engines chosen."""
+    for name, value in (("$__rate_interval", "5m"), ("$instance", ".*"), ("$engine", ".*")):
+        expression = expression.replace(name, value)
+    assert "$" not in expression
+    return expression
+
+
+@needs_prometheus
+@pytest.mark.parametrize("expression", TARGETS)
+def test_every_panel_has_data(served, expression):
+    found = served.watched.prometheus.query(filled_in(expression), served.watched.at)
+    assert found
+    assert not [labels for labels, value in found if math.isnan(value)]
+
+
+@needs_prometheus
+def test_prometheus_agrees_with_the_traffic(served):
+    """Prometheus saw the counters move by as much as the two readings of /metrics differ."""
+    watched = served.watched
+    (steps,) = watched.prometheus.query("sum(tilewise_steps_total)", watched.at)
+    assert steps[1] == metric(served.metrics, "tilewise_steps_total")
+    for name in ("tokens", "steps", "kernel_launches"):
+        metric_name = f"tilewise_{name}_total"
+        (grew,) = watched.prometheus.query(
+            f"sum({metric_name}) - sum(min_over_time({metric_name}[30m]))", watched.at
+        )
+        assert grew[1] == moved(served.metrics_at_start, served.metrics, metric_name) > 0
+    (up,) = watched.prometheus.query("min_over_time(up[30m])", watched.at)
+    assert up[1] == 1, "a scrape failed"
 
 
 def test_sigterm_ends_the_server_cleanly(served):

@@ -1,0 +1,183 @@
+"""What a metadata builder tells the counters: steps, the graphs they ran in, splits, compilations.
+
+Everything here is host work of a few microseconds a step and asks the device nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import vllm
+from triton import knobs
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+import tilewise
+from tilewise import counters, policy
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from tilewise.attention import Plan
+
+# Splits are estimated for so many requests of every so many steps with decodes, and of the steps
+# whose number is a power of two, so that a young server shows some.
+SAMPLE_EVERY = 256
+SAMPLE_REQUESTS = 16
+GRAPH_MODES = ("full", "piecewise", "none", "capture")
+PATHS = ("decode", "prefill", "mixed")
+KERNELS = ("plan", "prefill", "decode", "cache_write")
+PHASES = ("warmup", "serving")
+# Methods of vLLM's workers that run before anything is served.
+_BEFORE_SERVING = frozenset(
+    {
+        "load_model", "determine_available_memory", "initialize_from_config",
+        "compile_or_warm_up_model",
+    }
+)  # fmt: skip
+
+
+class StepMetrics:
+    """Counts the steps of one builder and, of each, how its layers ran.
+
+    A step that vLLM replays from a full CUDA graph calls no layer from Python. So a step that is
+    followed by the next one without `ran` was replayed whole.
+    """
+
+    def __init__(self, config: policy.Config) -> None:
+        self._config = config
+        self._mode: str | None = None
+        self._pending = False
+        self._decode_steps = 0
+        # Counters that exist before they move, or Prometheus would not see the first events.
+        for mode in GRAPH_MODES:
+            counters.add("graph_steps", 0, mode=mode)
+        for path in PATHS:
+            counters.add("steps", 0, path=path)
+            counters.add("tokens", 0, path=path)
+        for kernel in KERNELS:
+            counters.add("launches", 0, kernel=kernel)
+
+    def planned(self, plan: Plan, batch: CommonAttentionMetadata) -> None:
+        """Count a step, and what became of the one before it."""
+        path = path_of(plan)
+        counters.add("steps", path=path)
+        counters.add("tokens", plan.num_tokens, path=path)
+        if self._pending:
+            counters.add("graph_steps", mode=self._mode or "full")
+        self._pending, self._mode = True, None
+        if plan.has_decode:
+            self._decode_steps += 1
+            n = self._decode_steps
+            if n % SAMPLE_EVERY == 0 or n & (n - 1) == 0:
+                self._sample(batch)
+
+    def ran(self) -> None:
+        """Note that a layer of the newest step was called from Python."""
+        if self._mode is None:
+            self._mode = _graph_mode()
+
+    def _sample(self, batch: CommonAttentionMetadata) -> None:
+        bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        if bounds is None:
+            return  # the host knows no lengths
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        query_lens = [end - start for start, end in itertools.pairwise(starts)]
+        seq_lens = bounds[: batch.num_reqs].tolist()
+        for splits in estimate_splits(query_lens, seq_lens, self._config):
+            counters.observe("kv_splits", splits)
+
+
+def path_of(plan: Plan) -> str:
+    """Return which kernels the layers of a step launch."""
+    if not plan.max_prefill_tiles:
+        return "decode"
+    return "mixed" if plan.has_decode else "prefill"
+
+
+def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.Config) -> list[int]:
+    """Return how many workers share an item of each of the first decode requests, at most.
+
+    Parameters
+    ----------
+    query_lens, seq_lens : list of int, one per request
+        New tokens, and an upper bound of context plus new tokens.
+    config : policy.Config
+        The layer's.
+
+    Returns
+    -------
+    list of int
+        For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `policy.kv_splits` has
+        it for the whole batch.
+    """
+    total = items = 0
+    spans: list[tuple[int, int, int]] = []
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        if not 0 < query_len <= policy.DECODE_MAX_QUERY_LEN:
+            continue
+        units = policy.decode_units(query_len, seq_len, config)
+        count = policy.decode_items(query_len, config)
+        spans.append((total, total + units, units // count))
+        total += units
+        items += count
+    active = policy.active_workers(total, items, config)
+
+    def workers(first: int, length: int) -> int:
+        last = policy.owner(first + length - 1, total, active)
+        return last - policy.owner(first, total, active) + 1
+
+    return [
+        max(workers(item, length) for item in range(begin, end, length))
+        for begin, end, length in spans[:SAMPLE_REQUESTS]
+    ]
+
+
+def _graph_mode() -> str:
+    """Return the CUDA-graph mode of the forward pass that calls a layer from Python."""
+    if not is_forward_context_available():
+        return "none"
+    mode = get_forward_context().cudagraph_runtime_mode.name.lower()
+    # A full graph calls layers while it is captured, and never when it is replayed.
+    return "capture" if mode == "full" else mode
+
+
+def describe_process() -> None:
+    """Say which versions run here, and count compilations from now on; once is enough."""
+    counters.put(
+        "build_info", 1, version=tilewise.__version__, vllm=vllm.__version__,
+        torch=torch.__version__, triton=triton.__version__,
+    )  # fmt: skip
+    if not isinstance(knobs.compilation.listener, CompilationCounter):
+        knobs.compilation.listener = CompilationCounter(knobs.compilation.listener)
+        for phase in PHASES:
+            for cached in ("false", "true"):
+                counters.add("compilations", 0, phase=phase, cached=cached)
+
+
+class CompilationCounter:
+    """Triton's compilation listener: counts our kernels, then calls the listener before it."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, *, src: Any, cache_hit: bool, **others: Any) -> None:
+        """Take note of one kernel that was compiled or found in Triton's cache."""
+        module = getattr(getattr(src, "fn", None), "__module__", "")
+        if module.startswith("tilewise."):
+            counters.add("compilations", phase=_phase(), cached="true" if cache_hit else "false")
+        if self._before is not None:
+            self._before(src=src, cache_hit=cache_hit, **others)
+
+
+def _phase() -> str:
+    """Return whether the worker warms up, by who called; compiling is rare and takes long."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _BEFORE_SERVING:
+            return "warmup"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "serving"

@@ -268,16 +268,31 @@ def make_impl(**changes):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
-        ({"sliding_window": 128}, r"sliding window \(128\)"),
-        ({"logits_soft_cap": 30.0}, r"soft cap \(30.0\)"),
         ({"attn_type": "encoder"}, "attention type 'encoder'"),
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype 'nvfp4'"),
-        ({"sinks": torch.zeros(HEADS)}, "option 'sinks'"),
         ({"chunk_lookback": 2}, "option 'chunk_lookback'"),
     ],
 )
 def test_layers_with_other_features_are_refused(change, text):
+    with pytest.raises(NotImplementedError, match=text):
+        make_impl(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+        ({"sliding_window": 128}, r"sliding window \(128\)"),
+        ({"logits_soft_cap": 30.0}, r"soft cap \(30.0\)"),
+        ({"sinks": torch.zeros(HEADS)}, "option 'sinks'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+    ],
+)
+def test_layers_take_what_the_support_table_calls_ours(change, text, monkeypatch):
+    from tilewise import support
+
+    assert make_impl(**change).scale == HEAD_DIM**-0.5
+    monkeypatch.setattr(support, "is_native", lambda key: False)
     with pytest.raises(NotImplementedError, match=text):
         make_impl(**change)
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tilewise import counters, support
+from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import impl as impl_module
 from tilewise.integration import self_check, start_up
@@ -47,10 +47,9 @@ class Layer(AttentionLayerBase):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, device):
-    """Nothing checked yet; every feature ours."""
+    """Nothing checked yet."""
     monkeypatch.setattr(start_up, "_checked", set())
     monkeypatch.setattr(start_up, "_compiled", set())
-    monkeypatch.setattr(support, "is_native", lambda key: True)
     counters.reset()
 
 

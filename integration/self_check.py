@@ -2,7 +2,10 @@
 
 A few real pages, the last one among them, are borrowed: filled with NaN, written by the cache-write
 kernel, read by prefill and decode, compared, and given back as they were. Nothing of it depends on
-the model's weights but the sinks.
+the model's weights but the sinks and the scales of an fp8 cache.
+
+What an fp8 cache holds is compared with what was written within a rounding to fp8; attention is then
+compared with that of the keys and values as the cache holds them, as closely as with any cache.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.policy import DECODE_MAX_QUERY_LEN
@@ -27,6 +31,11 @@ QUERY_LENS = (1, 3, DECODE_MAX_QUERY_LEN + 4)
 LOGIT_SPREAD = 3.0
 # Rounding of the weights and of the output, with room; of fp32, exp2 of the hardware.
 SMALLEST_EPSILON = 2.0**-14
+# The quotients that are rounded to fp8 were themselves rounded to fp32.
+FP8_ROOM = 1.0 + 2.0**-16
+# Scales beyond these are left to saturation or to fp8's subnormal numbers: the rows that are drawn
+# have to fit into fp16.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-6, 2.0**6
 LARGE_PAGE = 128
 
 
@@ -55,11 +64,35 @@ class Sequence:
         return self.block_table[0].long()
 
 
-def make_sequence(attn: PagedAttention, kv_cache: torch.Tensor, row_pad: int = 0) -> Sequence:
-    """Choose pages and draw keys and values for them.
+def scales(impl: TilewiseImpl, layer: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What the bytes of keys and of values are multiplied with; fp64, one or one a KV head.
+
+    1 for a cache that is not fp8.
+    """
+    if impl.kv_dtype is None:
+        one = torch.ones(1, dtype=torch.float64, device=device)
+        return one, one
+    return tuple(x.double().reshape(-1) for x in (layer._k_scale, layer._v_scale))
+
+
+def _drawn(scale: torch.Tensor) -> torch.Tensor:
+    """Standard deviation ``[1 or KV heads, 1]`` of what is drawn for such a scale."""
+    return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)[:, None]
+
+
+def make_sequence(
+    impl: TilewiseImpl,
+    layer: Any,
+    attn: PagedAttention,
+    kv_cache: torch.Tensor,
+    row_pad: int = 0,
+) -> Sequence:
+    """Choose pages and draw keys and values for them, of a size that suits the cache's scales.
 
     Parameters
     ----------
+    impl, layer
+        The layer and its implementation.
     attn : PagedAttention
         Its bounds limit the batches.
     kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
@@ -77,7 +110,8 @@ def make_sequence(attn: PagedAttention, kv_cache: torch.Tensor, row_pad: int = 0
     places = torch.arange(seq_len, device=attn.device)
     slots = table[0].long()[places // page_size] * page_size + places % page_size
     key, value = (
-        draw_rows(attn, seq_len, heads, width // 2, row_pad, seed=seed) for seed in (1, 2)
+        draw_rows(attn, seq_len, heads, width // 2, row_pad, seed=seed).mul_(_drawn(scale))
+        for seed, scale in enumerate(scales(impl, layer, attn.device), 1)
     )
     return Sequence(key, value, slots, table, _batches(attn, seq_len))
 
@@ -128,7 +162,31 @@ def write(impl: TilewiseImpl, layer: Any, kv_cache: torch.Tensor, sequence: Sequ
         return
     # It never writes what it reads.
     k_cache, v_cache = kv_cache.split(impl.head_size, dim=-1)
-    write_kv_cache(k_cache, v_cache, sequence.key, sequence.value, sequence.slots)
+    fp8: dict[str, Any] = {}
+    if impl.kv_dtype is not None:
+        fp8 = {"fp8_format": fp8_format(impl.kv_dtype, kv_cache.device)}
+        fp8 |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    write_kv_cache(k_cache, v_cache, sequence.key, sequence.value, sequence.slots, **fp8)
+
+
+def read(
+    impl: TilewiseImpl, layer: Any, kv_cache: torch.Tensor, sequence: Sequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that the borrowed pages hold: fp64, NaN where nothing was written.
+
+    Returns
+    -------
+    key, value : Tensor[pages * page_size, num_kv_heads, head_size]
+        By place in the sequence, to the end of its last page.
+    """
+    held = kv_cache[sequence.pages].transpose(1, 2).flatten(0, 1)
+    if impl.kv_dtype is not None:
+        held = held.view(impl.kv_dtype)
+    # PyTorch converts fp8 by way of fp32, and exactly.
+    parts = held.float().double().split(impl.head_size, dim=-1)
+    by_head = (scale[:, None] for scale in scales(impl, layer, kv_cache.device))
+    key, value = (part * scale for part, scale in zip(parts, by_head, strict=True))
+    return key, value
 
 
 def attend(
@@ -155,7 +213,11 @@ def attend(
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=attn.device)
     table = sequence.block_table.repeat(len(batch), 1)
     query = draw_rows(attn, starts[-1], impl.num_heads, impl.head_size, row_pad, seed=3)
-    query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5))
+    # [1 or KV heads, 1], then one for each query head
+    sizes = _drawn(scales(impl, layer, attn.device)[0])
+    if len(sizes) > 1:
+        sizes = sizes.repeat_interleave(impl.num_heads // impl.num_kv_heads, 0)
+    query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
     plan = attn.plan(
         query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens)
     )
@@ -226,12 +288,15 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
     SelfCheckFailed
         Naming the kernel, the layer's geometry, the error and what to do.
     """
-    sequence = make_sequence(attn, kv_cache)
-    bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * float(sequence.value.abs().max())
+    sequence = make_sequence(impl, layer, attn, kv_cache)
+    seq_len = len(sequence.key)
     with Borrowed(kv_cache, sequence.pages):
         write(impl, layer, kv_cache, sequence)
-        _compare("cache_write", _written_error(kv_cache, sequence), 0.0, attn, kv_cache)
-        key, value = sequence.key, sequence.value
+        key, value = read(impl, layer, kv_cache, sequence)
+        wrong = _written_errors(impl, layer, sequence, (key, value))
+        _compare("cache_write", *wrong, attn, kv_cache)
+        largest = float(value[:seq_len].abs().max())
+        bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
         for batch in sequence.batches:
             query, output = attend(impl, layer, attn, kv_cache, sequence, batch)
             begin = 0
@@ -244,18 +309,37 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
                 begin += tokens
 
 
-def _written_error(kv_cache: torch.Tensor, sequence: Sequence) -> float:
-    """Largest error of what was written; infinite where a byte was that should not be."""
-    page_size = kv_cache.shape[2]
-    found = kv_cache[sequence.pages]
-    expected = torch.full_like(found, float("nan"))
-    # [tokens, heads, 2 * size], by page and place within it
-    rows = torch.cat([sequence.key, sequence.value], -1)
-    places = torch.arange(len(rows), device=rows.device)
-    expected[places // page_size, :, places % page_size] = rows.to(expected.dtype)
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return float("inf")
-    return float((found.double() - expected.double()).abs().nan_to_num(0.0).max())
+def _written_errors(
+    impl: TilewiseImpl, layer: Any, sequence: Sequence, found: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[float, float]:
+    """Error of the element that is most wrong, and its bound.
+
+    The error is infinite where something was written that should not be, or was not.
+    """
+    worst = (0.0, 0.0)
+    written = (sequence.key, sequence.value)
+    for rows, held, scale in zip(
+        written, found, scales(impl, layer, sequence.slots.device), strict=True
+    ):
+        rows, there = rows.double(), held[: len(rows)]
+        if there.isnan().any() or not held[len(rows) :].isnan().all():
+            return float("inf"), 0.0
+        bounds = torch.zeros_like(rows)
+        if impl.kv_dtype is not None:
+            limits = torch.finfo(impl.kv_dtype)
+            by_head = scale[:, None]
+            rows = rows.clamp(-limits.max * by_head, limits.max * by_head)
+            # Half a step: of the number's binade, or of the subnormal numbers.
+            _, exponents = torch.frexp(rows / by_head)
+            binades = torch.ldexp(torch.full_like(rows, 0.5), exponents)
+            sizes = binades.clamp(min=limits.smallest_normal) * by_head
+            bounds = sizes * (limits.eps / 2 * FP8_ROOM)
+        errors = (there - rows).abs()
+        at = int((errors - bounds).argmax())
+        error, bound = float(errors.flatten()[at]), float(bounds.flatten()[at])
+        if error - bound > worst[0] - worst[1]:
+            worst = error, bound
+    return worst
 
 
 def _compare(

@@ -88,7 +88,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     cuda = attn.device.type == "cuda"
     if kv_cache.shape[0] == 0 or (cuda and torch.cuda.is_current_stream_capturing()):
         return
-    kind = _kind(builder, impl, kv_cache)
+    kind = _kind(builder, layer, kv_cache)
     builder.is_warm = True
     with torch.inference_mode(), counters.paused():
         if cuda and kind not in _compiled:
@@ -99,7 +99,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         if geometry in _checked or not load_settings(os.environ).self_check:
             return
         _checked.add(geometry)
-        if kv_cache.dtype != attn.dtype:
+        if kv_cache.dtype != (attn.dtype if impl.kv_dtype is None else torch.uint8):
             logger.warning("tilewise does not check its kernels on a cache of %s", kv_cache.dtype)
             return
         started = time.perf_counter()
@@ -116,20 +116,24 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
 
 
 def _kind(
-    builder: TilewiseMetadataBuilder, impl: TilewiseImpl, kv_cache: torch.Tensor
+    builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
 ) -> tuple[Any, ...]:
     """Whatever of a layer its kernels or their launches depend on."""
-    attn = builder.attn
+    attn, impl = builder.attn, layer.impl
+    scales: tuple[Any, ...] = ()
+    if impl.kv_dtype is not None:
+        scales = tuple((*_pointer(x), x.numel()) for x in (layer._k_scale, layer._v_scale))
     return (
-        attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype,
+        attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
+        scales,
     )  # fmt: skip
 
 
-def _pointer(x: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What Triton tells apart of a tensor's address."""
-    return None if x is None else (x.dtype, x.data_ptr() % _DIVISOR == 0)
+def _pointer(x: torch.Tensor | None) -> tuple[Any, ...]:
+    """What Triton tells apart of a tensor's address; nothing of none."""
+    return () if x is None else (x.dtype, x.data_ptr() % _DIVISOR == 0)
 
 
 def row_pads(head_size: int) -> tuple[int, ...]:
@@ -150,7 +154,7 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     attn, impl = builder.attn, layer.impl
     started = time.perf_counter()
     pads = row_pads(impl.head_size)
-    by_pad = {pad: self_check.make_sequence(attn, kv_cache, pad) for pad in pads}
+    by_pad = {pad: self_check.make_sequence(impl, layer, attn, kv_cache, pad) for pad in pads}
     first = by_pad[0]
     with self_check.Borrowed(kv_cache, first.pages):
         for key_pad in pads:

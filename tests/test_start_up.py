@@ -60,9 +60,12 @@ def log(caplog, monkeypatch):
     return caplog
 
 
-def make_layer(device, **features):
+def make_layer(device, k_scale=1.0, v_scale=1.0, **features):
     features = {"num_heads": HEADS, "head_size": HEAD_DIM, "num_kv_heads": KV_HEADS, **features}
     layer = Layer(TilewiseImpl(scale=features["head_size"] ** -0.5, **features))
+    layer._k_scale, layer._v_scale = (
+        torch.tensor(x, dtype=torch.float32, device=device) for x in (k_scale, v_scale)
+    )
     if layer.impl.alibi_slopes is not None:
         layer.impl.alibi_slopes = layer.impl.alibi_slopes.to(device)
     return layer
@@ -78,10 +81,13 @@ def make_builder(device, *layers, page=PAGE, dtype=torch.float16, reqs=8, tokens
         **(vars(config.compilation_config) | {"static_forward_context": named})
     )
     impl = layers[0].impl
-    config.model_config = SimpleNamespace(get_num_attention_heads=lambda _: impl.num_heads)
-    spec = FullAttentionSpec(
-        block_size=page, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size, dtype=dtype
+    config.model_config = SimpleNamespace(
+        get_num_attention_heads=lambda _: impl.num_heads, dtype=dtype
     )
+    spec = FullAttentionSpec(
+        block_size=page, num_kv_heads=impl.num_kv_heads, head_size=impl.head_size,
+        dtype=dtype if impl.kv_dtype is None else torch.uint8,
+    )  # fmt: skip
     for layer in layers:
         layer.num_heads = impl.num_heads
     return TilewiseMetadataBuilder(spec, list(named), config, device)
@@ -91,7 +97,7 @@ def make_cache(device, *, pages=PAGES, heads=KV_HEADS, page=PAGE, size=HEAD_DIM,
                dtype=torch.float16):  # fmt: skip
     """As vLLM lays it out: token-major within a page."""
     cache = torch.randn(pages, page, heads, 2 * size, device=device)
-    return cache.to(dtype).transpose(1, 2)
+    return (cache.mul(30) if dtype == torch.uint8 else cache).to(dtype).transpose(1, 2)
 
 
 def checks():
@@ -160,6 +166,160 @@ def test_a_layer_that_shares_a_cache_is_checked_too(device):
     make_builder(device, layer)
     layer.bind_kv_cache(make_cache(device))
     assert checks() == (1, 0)
+
+
+# -- fp8 caches -----------------------------------------------------------------------------------
+
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+SCALES = {
+    "ones": (1.0, 1.0),
+    "unlike": (0.05, 3.0),
+    "per_head": ([0.25, 7.0], [11.0, 0.125]),
+    "mixed": (0.5, [2.0, 0.01]),
+    "beyond_what_is_drawn": (1e-6, 1e6),
+}
+
+
+@pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_caches_are_compared_and_left_as_before(device, dtype, name, scales, log):
+    k_scale, v_scale = scales
+    layer = make_layer(device, k_scale, v_scale, kv_cache_dtype=name)
+    make_builder(device, layer, dtype=dtype)
+    cache = make_cache(device, dtype=torch.uint8)
+    before = cache.clone()
+    layer.bind_kv_cache(cache)
+    assert torch.equal(cache, before)
+    assert checks() == (1, 0)
+    assert not [line for line in log.messages if "does not check" in line]
+
+
+@pytest.mark.parametrize("name", ["window", "sinks", "soft_cap", "alibi"])
+def test_fp8_caches_with_other_features(device, name):
+    features = dict(FEATURES[name])
+    if "sinks" in features:
+        features["sinks"] = features["sinks"].to(device, torch.bfloat16)
+    layer = make_layer(device, 0.05, 3.0, kv_cache_dtype="fp8", **features)
+    make_builder(device, layer, dtype=torch.bfloat16)
+    layer.bind_kv_cache(make_cache(device, dtype=torch.uint8))
+    assert checks() == (1, 0)
+
+
+def test_fp8_caches_in_fp32_models_and_of_layers_that_share(device):
+    shared = {"kv_sharing_target_layer_name": "layer.7"}
+    for dtype, features in ((torch.float32, {}), (torch.bfloat16, shared)):
+        layer = make_layer(device, 0.05, [3.0, 0.5], kv_cache_dtype="fp8", **features)
+        make_builder(device, layer, dtype=dtype)
+        layer.bind_kv_cache(make_cache(device, dtype=torch.uint8))
+    assert checks() == (2, 0)
+
+
+def test_each_format_and_each_kind_of_scale_is_compared(device):
+    """Their caches look alike: bytes of the same shape."""
+    for expected, (name, scale) in enumerate(
+        [("fp8", 1.0), ("fp8_e5m2", 1.0), ("fp8", [1.0, 2.0]), ("fp8_e4m3", 0.5)], 1
+    ):
+        layer = make_layer(device, scale, kv_cache_dtype=name)
+        make_builder(device, layer)
+        layer.bind_kv_cache(make_cache(device, dtype=torch.uint8))
+        # A scale's value is read when the kernels run; no other kernel serves it.
+        assert checks() == (min(expected, 3), 0)
+
+
+def expect_fp8_failure(device, kernel, name="fp8", scales=(0.05, 3.0)):
+    layer = make_layer(device, *scales, kv_cache_dtype=name)
+    make_builder(device, layer)
+    cache = make_cache(device, dtype=torch.uint8)
+    before = cache.clone()
+    with pytest.raises(SelfCheckFailed, match=f"the {kernel} kernel is wrong") as caught:
+        layer.bind_kv_cache(cache)
+    assert torch.equal(cache, before)
+    assert checks() == (0, 1)
+    return str(caught.value)
+
+
+def one_byte_off(kv_cache, change):
+    """Change the byte of a key in the middle of the range; steps there are wide."""
+    keys = kv_cache[-1, 0, 0, :HEAD_DIM].view(torch.float8_e4m3fn).float()
+    at = int((keys.abs() - 1.06).abs().argmin())
+    kv_cache[-1, 0, 0, at] += change
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_byte_that_is_not_the_nearest_is_seen(device, monkeypatch, change):
+    original = self_check.write
+
+    def write(impl, layer, kv_cache, sequence):
+        original(impl, layer, kv_cache, sequence)
+        one_byte_off(kv_cache, change)
+
+    monkeypatch.setattr(self_check, "write", write)
+    said = expect_fp8_failure(device, "cache_write")
+    assert "accepted 0," not in said
+
+
+FP8_WRITES = {
+    "no_scales": lambda k, v: (None, None),
+    "swapped_scales": lambda k, v: (v, k),
+    "one_scale_for_all_heads": lambda k, v: (k.reshape(-1)[:1], v.reshape(-1)[:1]),
+}
+
+
+@pytest.mark.parametrize("broken", FP8_WRITES)
+def test_a_cache_write_with_wrong_scales_stops_the_server(device, monkeypatch, broken):
+    original = impl_module.write_kv_cache
+
+    def write(*args, k_scale, v_scale, **kwargs):
+        k_scale, v_scale = FP8_WRITES[broken](k_scale, v_scale)
+        original(*args, k_scale=k_scale, v_scale=v_scale, **kwargs)
+
+    monkeypatch.setattr(impl_module, "write_kv_cache", write)
+    expect_fp8_failure(device, "cache_write", scales=SCALES["per_head"])
+
+
+def test_the_other_format_is_seen(device, monkeypatch):
+    original = impl_module.write_kv_cache
+
+    def write(*args, fp8_format, **kwargs):
+        original(*args, fp8_format="e5m2_bits", **kwargs)
+
+    monkeypatch.setattr(impl_module, "write_kv_cache", write)
+    expect_fp8_failure(device, "cache_write")
+
+
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+@pytest.mark.parametrize("broken", FP8_WRITES)
+def test_attention_with_wrong_scales_stops_the_server(device, monkeypatch, kernel, broken):
+    from dataclasses import replace
+
+    from tilewise import attention
+
+    name = f"{kernel}_attention"
+    original = getattr(attention, name)
+
+    def call(out, lse, q, kv, *args, **kwargs):
+        k_scale, v_scale = FP8_WRITES[broken](kv.k_scale, kv.v_scale)
+        original(out, lse, q, replace(kv, k_scale=k_scale, v_scale=v_scale), *args, **kwargs)
+
+    monkeypatch.setattr(attention, name, call)
+    expect_fp8_failure(device, kernel, scales=SCALES["per_head"])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_values_off_by_a_rounding_of_the_model_are_seen(device, monkeypatch, kernel, name):
+    """The comparison is as close as without fp8: eight steps of the output are too many."""
+    from tilewise import attention
+
+    def spoil(out):
+        rows = out[4:] if kernel == "prefill" else out[:4]
+        largest = rows.abs().max()
+        rows.add_(8 * torch.finfo(out.dtype).eps * largest)
+
+    attribute = f"{kernel}_attention"
+    monkeypatch.setattr(attention, attribute, broken_attention(attribute, spoil))
+    expect_fp8_failure(device, kernel, name=name)
 
 
 # -- once, and without traces ---------------------------------------------------------------------

@@ -169,7 +169,7 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
 
 
 def _kv_format(kv_cache_dtype: str, arch: int) -> str:
-    """How kernels read such a cache there, as ``tilewise.device.fp8_format`` says; "" if not fp8."""
+    """How kernels read such a cache there (``tilewise.device.fp8_format``); "" if not fp8."""
     name = _FP8_CACHES.get(kv_cache_dtype, "")
     return name if arch >= 89 or not name else f"{name}_bits"
 

@@ -4,8 +4,8 @@ A few real pages, the last one among them, are borrowed: filled with NaN, writte
 kernel, read by prefill and decode, compared, and given back as they were. Nothing of it depends on
 the model's weights but the sinks and the scales of an fp8 cache.
 
-What an fp8 cache holds is compared with what was written within a rounding to fp8; attention is then
-compared with that of the keys and values as the cache holds them, as closely as with any cache.
+What an fp8 cache holds is compared with what was written within a rounding to fp8; attention is
+then compared with that of the keys and values that the cache holds, as closely as in any cache.
 """
 
 from __future__ import annotations

@@ -115,9 +115,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     )
 
 
-def _kind(
-    builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
-) -> tuple[Any, ...]:
+def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) -> tuple[Any, ...]:
     """Whatever of a layer its kernels or their launches depend on."""
     attn, impl = builder.attn, layer.impl
     scales: tuple[Any, ...] = ()

@@ -18,7 +18,7 @@ import torch
 LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
-    "soft_cap": None, "alibi": False, "pads": None,
+    "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
 }  # fmt: skip
 QUERY_LENS = [
     [1], [1, 1], [1] * 7, [2], [3, 1], [15], [16], [16] * 3, [17], [18, 1], [31], [64], [33, 1, 5],
@@ -37,18 +37,20 @@ def make_layer(spec: dict, device: torch.device):
         num_heads=q, head_size=size, scale=size**-0.5, num_kv_heads=kv,
         sliding_window=spec["window"], logits_soft_cap=spec["soft_cap"],
         sinks=torch.zeros(q, dtype=dtype, device=device) if spec["sinks"] else None,
-        alibi_slopes=[0.5] * q if spec["alibi"] else None,
+        alibi_slopes=[0.5] * q if spec["alibi"] else None, kv_cache_dtype=spec["kv_cache_dtype"],
     )  # fmt: skip
     if impl.alibi_slopes is not None:
         impl.alibi_slopes = impl.alibi_slopes.to(device)
     attn = PagedAttention(
         q, kv, size, page_size=page, dtype=dtype, max_num_reqs=spec["max_num_reqs"],
         max_num_tokens=spec["max_num_tokens"], device=device, window=spec["window"],
+        kv_dtype=impl.kv_dtype,
     )  # fmt: skip
     shape = (9, page, kv, 2 * size) if spec["layout"] == "nhd" else (9, kv, page, 2 * size)
-    cache = torch.zeros(shape, dtype=dtype, device=device)
+    cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)
     cache = cache.transpose(1, 2) if spec["layout"] == "nhd" else cache
-    layer = SimpleNamespace(impl=impl)
+    scales = [torch.ones(spec["scales"], dtype=torch.float32, device=device) for _ in range(2)]
+    layer = SimpleNamespace(impl=impl, _k_scale=scales[0], _v_scale=scales[1])
     return SimpleNamespace(attn=attn, is_warm=False), layer, cache
 
 

@@ -36,6 +36,15 @@ LAYERS = {
     "window_sinks": {"window": 128, "sinks": True, "head_size": 64},
     "window_cap": {"window": 4096, "soft_cap": 50.0},
     "alibi": {"alibi": True},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "fp8_ampere_small_pages": {"kv_cache_dtype": "fp8_e5m2", "arch": 80, "page": 16},
+    "fp8_per_head_72": {
+        "kv_cache_dtype": "fp8",
+        "scales": 3,
+        "heads": [9, 3],
+        "head_size": 72,
+        "window": 128,
+    },
     # Heads of which 16 elements are no divisor: rows may be divisible, or not.
     "odd_heads_72": {"heads": [9, 3], "head_size": 72},
     "even_over_odd_72": {"heads": [10, 5], "head_size": 72},
@@ -71,6 +80,10 @@ def test_serving_needs_nothing_new(results, name):
 def test_as_little_as_possible_is_compiled(results):
     """One of each kernel, but where rows have two kinds of strides."""
     assert set(results["llama"]["warmed"].values()) == {1}
+    assert "_hopper_prefill_kernel" in results["llama"]["warmed"]
+    assert "_prefill_kernel" not in results["llama"]["warmed"]
+    assert set(results["fp8"]["warmed"].values()) == {1}
+    assert "_prefill_kernel" in results["fp8"]["warmed"]
     assert results["odd_heads_72"]["warmed"]["_write_kv_kernel"] == 4
     assert results["odd_heads_72"]["warmed"]["_decode_kernel"] == 2
 
@@ -81,7 +94,10 @@ def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "small_pages", "few_requests", "odd_heads_72"])
+@pytest.mark.parametrize(
+    "name", ["llama", "small_pages", "few_requests", "odd_heads_72", "window_sinks", "fp8",
+             "fp8_per_head_72"],
+)  # fmt: skip
 def test_nothing_compiles_while_serving(name, monkeypatch):
     from triton import knobs
 
@@ -101,13 +117,16 @@ def test_nothing_compiles_while_serving(name, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_check_takes_less_than_a_second(monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "fp8"])
+def test_the_check_takes_less_than_a_second(name, monkeypatch):
     import time
 
     from tilewise.integration import self_check, start_up
 
     monkeypatch.setattr(start_up, "_compiled", set())
-    builder, layer, cache = specialisations.make_layer(LAYER, torch.device("cuda", 0))
+    builder, layer, cache = specialisations.make_layer(
+        LAYER | LAYERS[name], torch.device("cuda", 0)
+    )
     start_up.prepare(builder, layer, cache)
     started = time.perf_counter()
     self_check.check(layer.impl, layer, builder.attn, cache)

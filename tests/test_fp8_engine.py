@@ -45,6 +45,7 @@ def test_tokens_equal_hugging_face_over_a_rounded_cache(kv_cache_dtype, tmp_path
     }
     result = run_job(tmp_path, job)
     assert result["backends"] == ["TilewiseBackend"]
+    assert result["start_counters"]["self_checks{result=passed}"] == 1
     tokens = result["rounds"][0]["tokens"]
     assert compare(greedy_reference(model, PROMPTS, TOKENS), tokens).num_equal < len(PROMPTS)
     round_cache(monkeypatch, DTYPES[kv_cache_dtype])

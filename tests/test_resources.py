@@ -50,6 +50,11 @@ def test_variants():
     ]
     assert asked(*gluon, "--heads", "9/3") == []
     assert asked(*gluon, "--dtype", "fp32") == []
+    # Nor where the policy leaves the layer to the plain kernel.
+    assert asked(*gluon, "--kv-cache-dtype", "fp8") == []
+    assert asked(*gluon, "--features", "softcap") == []
+    assert asked(*gluon, "--page-size", "16") == []
+    assert len(asked(*gluon, "--features", "sinks", "--window", "128")) == 2
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,7 @@ def test_variants():
         (["--heads", "9/2"], "accepted: query heads / KV heads"),
         (["--kernel", "softmax"], "invalid choice"),
         (["--head-size", "-1"], "accepted: a whole number"),
+        (["--kv-cache-dtype", "nvfp4"], "invalid choice"),
     ],
 )
 def test_wrong_usage(words, said, capsys):
@@ -103,6 +109,35 @@ def test_the_command_compiles():
         assert (r["programs_per_sm"], r["limited_by"]) == occupancy(*taken)
     # Only Hopper's decode has the copy engine.
     assert [r["tma"] > 0 for r in rows] == [False, False, True, False]
+
+
+def test_the_gluon_kernel_with_what_layers_ask_of_it():
+    done = run(
+        "--kernel", "hopper_prefill", "prefill", "--head-size", "64", "--window", "128",
+        "--features", "sinks", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    gluon, plain = json.loads(done.stdout)["variants"]
+    for row in (gluon, plain):
+        assert row["features"] == "sinks+window=128"
+        assert row["wgmma"] > 0
+    # Two consumers and the warps that load; the plain kernel is its stand-in, of as many rows.
+    assert gluon["threads"] > plain["threads"] == 256
+    assert gluon["shared_bytes"] <= 227 * 1024
+
+
+def test_fp8_caches():
+    done = run(
+        "--kv-cache-dtype", "fp8", "--arch", "sm_80", "sm_90", "--head-size", "128",
+        "--kernel", "decode", "cache_write", "plan", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["variants"]
+    # GPUs before sm_89 have no instruction for it.
+    assert [(r["kernel"], r["arch"], r["features"]) for r in rows] == [
+        ("decode", 80, "e4m3_bits"), ("cache_write", 80, "e4m3_bits"), ("plan", 80, ""),
+        ("decode", 90, "e4m3"), ("cache_write", 90, "e4m3"), ("plan", 90, ""),
+    ]  # fmt: skip
 
 
 def test_a_table_with_features_and_what_cannot_be():

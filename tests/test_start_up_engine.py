@@ -26,19 +26,23 @@ def model(tmp_path_factory):
     )
 
 
-def job_of(model, **extra):
+def job_of(model, kv_cache_dtype="auto", **extra):
     rounds = [{"prompts": prompts_of([3, 20]), "max_tokens": 2}]
     return {
         "model": str(model),
-        "engine": {**SMALL_ENGINE, "dtype": "float32"},
+        "engine": {**SMALL_ENGINE, "dtype": "float32", "kv_cache_dtype": kv_cache_dtype},
         "rounds": rounds,
         **extra,
     }
 
 
-@pytest.mark.parametrize(("kernel", "runner"), [("prefill", "v1"), ("decode", "v2")])
-def test_a_wrong_kernel_stops_the_start(model, kernel, runner, tmp_path):
-    said, code = start(model, kernel, tmp_path, VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner])
+@pytest.mark.parametrize(
+    ("kernel", "runner", "cache"),
+    [("prefill", "v1", "auto"), ("decode", "v2", "auto"), ("decode", "v2", "fp8")],
+)
+def test_a_wrong_kernel_stops_the_start(model, kernel, runner, cache, tmp_path):
+    job = job_of(model, cache, broken=kernel)
+    said, code = start(job, tmp_path, VLLM_USE_V2_MODEL_RUNNER=RUNNERS[runner])
     assert code != 0
     assert "SelfCheckFailed: tilewise's self-check failed" in said
     assert f"the {kernel} kernel is wrong for layers of 2 query and 1 KV heads of size 32" in said
@@ -47,15 +51,16 @@ def test_a_wrong_kernel_stops_the_start(model, kernel, runner, tmp_path):
 
 def test_a_wrong_kernel_serves_when_nobody_looks(model, tmp_path):
     """Hence it was the check that stopped the others."""
-    said, code = start(model, "decode", tmp_path, TILEWISE_SELF_CHECK="0")
+    job = job_of(model, broken="decode")
+    said, code = start(job, tmp_path, TILEWISE_SELF_CHECK="0")
     assert code == 0, said
     result = json.loads((tmp_path / "result.json").read_text())
     assert not any("self_checks" in name for name in result["start_counters"])
 
 
-def start(model, kernel, folder, **environ):
-    """Run an engine with a broken kernel; what it printed, and its exit status."""
-    (folder / "job.json").write_text(json.dumps(job_of(model, broken=kernel)))
+def start(job, folder, **environ):
+    """Run a job's engine; what it printed, and its exit status."""
+    (folder / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
         [sys.executable, str(JOB_SCRIPT), str(folder / "job.json"), str(folder / "result.json")],
         env={**os.environ, **CPU_ENGINE, **environ},

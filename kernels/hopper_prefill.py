@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
 from tilewise.kernels.plan import COUNTERS
 
 # Triton 3.8 names them anew and drops the old names later.
@@ -189,28 +190,9 @@ def _producer(
         gl.store(counter_ptr + 1, 0)
 
 
-def _rescale_asm(n):
-    """PTX: a thread's ``n`` accumulators times their row's factor, or nothing if all are 1.
-
-    Operands: n results tied to n accumulators, then n factors; pairs of registers alternate
-    between the thread's two rows.  Gluon has no branch of a single warp, hence assembly.
-    """
-    first = 2 * n
-    products = "".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(n))
-    return gl.constexpr(
-        "{ .reg .pred p, q; "
-        f"setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p; "
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE; " + products + " DONE: }"
-    )
-
-
-def _rescale_constraints(n):
-    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
-
-
-_ASM_32, _TIES_32 = _rescale_asm(32), _rescale_constraints(32)
-_ASM_64, _TIES_64 = _rescale_asm(64), _rescale_constraints(64)
-_ASM_128, _TIES_128 = _rescale_asm(128), _rescale_constraints(128)
+_ASM_32, _TIES_32 = gl.constexpr(rescale_asm(32)), gl.constexpr(rescale_constraints(32))
+_ASM_64, _TIES_64 = gl.constexpr(rescale_asm(64)), gl.constexpr(rescale_constraints(64))
+_ASM_128, _TIES_128 = gl.constexpr(rescale_asm(128)), gl.constexpr(rescale_constraints(128))
 
 
 @gluon.jit

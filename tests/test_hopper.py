@@ -214,7 +214,7 @@ HOPPER = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
         ((32, 8, 128, 64, 2, 1), {}, "1 bytes an element of the cache"),
         ((32, 8, 128, 64, 2), {"arch": 100}, "capability 10.0"),
         ((32, 8, 128, 64, 2), {"arch": 80}, "capability 8.0"),
-        ((32, 8, 128, 64, 2), {"gluon": False}, "interpreter"),
+        ((32, 8, 128, 64, 2), {"interpreted": True}, "interpreter"),
     ],
 )
 def test_the_policy_says_why_not(geometry, device, reason):

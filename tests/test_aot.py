@@ -104,7 +104,9 @@ def compile_variants(variants, cache, tmp_path, old_triton=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONSAFEPATH"] = "1"
     if old_triton:
-        env["PYTHONPATH"] = str(OLD_TRITON)
+        # Before, not instead of: the path may be what leads to this checkout.
+        path = [str(OLD_TRITON), os.environ.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
     kernels = sorted((ROOT / "kernels").glob("*.py"))
     sources = [*kernels, ROOT / "plugin/policy.py", TESTS / "aot.py"]

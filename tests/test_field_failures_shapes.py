@@ -43,7 +43,7 @@ def test_h5_each_group_reads_its_own_keys(device):
         values[~torch.isnan(values)] = float(head)
     out, _ = attend(batch, device)
     expected = (torch.arange(12, device=device) // 4).float()
-    torch.testing.assert_close(out, expected[None, :, None].expand_as(out))
+    torch.testing.assert_close(out, expected[None, :, None].expand_as(out), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 72, 80, 88, 96, 112, 160, 192, 256])
@@ -96,7 +96,7 @@ def test_h16_every_short_query_is_bottom_right(query_len, device):
     batch.q.zero_()
     _, lse = attend(batch, device)
     keys = torch.arange(65 - query_len, 65, device=device).log()
-    torch.testing.assert_close(lse, keys[:, None].expand_as(lse), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, keys[:, None].expand_as(lse), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 192])

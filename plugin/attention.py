@@ -257,7 +257,8 @@ class PagedAttention:
         Parameters
         ----------
         q : Tensor[rows, num_q_heads, head_dim]
-            At least ``num_tokens`` rows.  Any strides, unit stride in the last axis.
+            At least ``num_tokens`` rows.  Any strides, unit stride in the last axis; the rows of
+            a tile must lie within 2**31 elements.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim], or a pair (k, v)
             One tensor holds K then V in each row (vLLM 0.33); of a pair, each is
             ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.

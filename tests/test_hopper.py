@@ -30,7 +30,9 @@ OLD_VARIANTS = [VARIANTS[0], VARIANTS[3]]
 def compiled(variants, old_triton=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONSAFEPATH"] = "1"
-    env["PYTHONPATH"] = os.pathsep.join([*([str(OLD_TRITON)] if old_triton else []), str(TESTS)])
+    # Before, not instead of: the path may be what leads to this checkout.
+    path = [str(OLD_TRITON) if old_triton else None, str(TESTS), os.environ.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, str(TESTS / "aot_gluon.py"), *map(json.dumps, variants)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

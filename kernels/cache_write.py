@@ -7,7 +7,6 @@ import triton.language as tl
 from tilewise.kernels.fp8 import FORMATS, encode_fp8
 from tilewise.kernels.launch import KvCache
 
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -223,8 +223,8 @@ def _decode_kernel(
                 last_pos = first_pos + tl.cdiv(BLOCK_M, GROUP_SIZE)
                 lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
                 acc, acc_odd, m_i, l_i = attend(
-                    acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, inside,
-                    pos, seq_len, first_key, scale, cap_log2, slope_log2,
+                    acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
+                    lo, inside, pos, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS,

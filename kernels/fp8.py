@@ -2,8 +2,9 @@
 
 A format is ``e4m3`` (OCP E4M3FN: no infinities, largest value 448) or ``e5m2`` (IEEE-like, largest
 finite value 57344).  With ``_bits`` behind it the conversion is made of integer arithmetic, for
-GPUs without the instruction (before compute capability 8.9) and for Triton's interpreter, whose
-own conversions break ties wrongly and read NaN as 480.
+GPUs without the instruction (reading: before compute capability 8.9; writing: before 9.0, where
+Triton rounds twice) and for Triton's interpreter, whose own conversions break ties wrongly and read
+NaN as 480.
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
 

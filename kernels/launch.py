@@ -80,8 +80,8 @@ class KvCache:
     @property
     def constants(self) -> dict[str, str | int]:
         """``KV_FORMAT``, ``K_SCALE_STEP`` and ``V_SCALE_STEP`` of the kernels."""
-        steps = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
-        return dict(zip(("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP"), (self.format, *steps)))
+        k, v = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
+        return {"KV_FORMAT": self.format, "K_SCALE_STEP": k, "V_SCALE_STEP": v}
 
 
 def tma_strides(kv: KvCache) -> bool:

@@ -138,15 +138,15 @@ def _prefill_kernel(
         )  # fmt: skip
         begin = inside
     acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos, seq_len,
-        first_key, scale_log2, cap_log2, slope_log2,
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos,
+        seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
     )  # fmt: skip
     acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos, seq_len,
-        first_key, scale_log2, cap_log2, slope_log2,
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos,
+        seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,

@@ -199,8 +199,8 @@ def test_cache_write_stores_the_nearest_bytes(model_dtype, dtype, scales, layout
     before = memory.clone()
     k_cache, v_cache = kv.view(torch.uint8).split(head_dim, -1)
     write_kv_cache(
-        k_cache, v_cache, key, value, slots.to(device), fp8_format=fp8_format(dtype, device, write=True),
-        k_scale=k_scale, v_scale=v_scale,
+        k_cache, v_cache, key, value, slots.to(device),
+        fp8_format=fp8_format(dtype, device, write=True), k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     expected_k, expected_v = stored(key, k_scale, dtype), stored(value, v_scale, dtype)
     nan_byte = torch.tensor(float("nan")).to(dtype).view(torch.uint8).item()

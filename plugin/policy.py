@@ -224,7 +224,8 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     if geometry.kv_element_size == 1:
         # Half the bytes a key: twice the keys a step where a page holds them, else more steps
         # on the way.
-        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+        whole = device.arch >= 90 and geometry.page_size % 128 == 0
+        if row_bytes <= 128 and whole and block_m == 16:
             block_n = 128
         else:
             stages = 4
@@ -279,7 +280,9 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
-    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
+    wanted = 2 if tile >= 64 * 128 else 3
+    if geometry.kv_element_size == 1 and tiles.block_m > 16:
+        wanted = 2  # converting takes registers, and so do rows
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

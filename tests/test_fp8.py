@@ -235,3 +235,24 @@ def test_geometry_knows_the_caches_bytes():
     assert policy.Geometry(8, 2, 128, 64, 2, 1).kv_element_size == 1
     with pytest.raises(UnsupportedConfig, match=r"kv_element_size=4.*1 .fp8. and 2"):
         policy.Geometry(8, 2, 128, 64, 2, 4)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("page_size", [16, 48, 64, 128, 528])
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+def test_tiles_suit_a_cache_of_bytes(arch, page_size, head_dim):
+    memory = {80: 163, 89: 99, 90: 227, 100: 227}[arch] * 1024
+    device = policy.Device(arch, 132, memory)
+    plain, fp8 = (
+        policy.choose(policy.Geometry(32, 8, head_dim, page_size, 2, size), device)
+        for size in (2, 1)
+    )
+    for tiles in (fp8.prefill, fp8.decode):
+        assert policy.shared_memory(tiles, fp8.geometry) <= memory
+        assert tiles.use_tma <= (arch >= 90 and page_size % tiles.block_n == 0)
+        assert tiles.block_m >= fp8.geometry.group_size
+    # Whole pages stay whole tiles.
+    if plain.decode.use_tma:
+        assert fp8.decode.use_tma
+    if arch >= 90 and page_size == 128 and head_dim == 128:
+        assert fp8.decode.block_n == 128

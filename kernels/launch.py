@@ -80,8 +80,9 @@ class KvCache:
     @property
     def constants(self) -> dict[str, str | int]:
         """``KV_FORMAT``, ``K_SCALE_STEP`` and ``V_SCALE_STEP`` of the kernels."""
-        k, v = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
-        return {"KV_FORMAT": self.format, "K_SCALE_STEP": k, "V_SCALE_STEP": v}
+        steps = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
+        names = ("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP")
+        return dict(zip(names, (self.format, *steps), strict=True))
 
 
 def tma_strides(kv: KvCache) -> bool:

@@ -23,8 +23,9 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DECODE_PROGRAMS = {80: 2, 89: 1, 90: 2, 100: 2}
 ATTENTION = ("prefill", "decode")
 QUICK = [
-    *((k, "bf16", arch, d, page) for k in ATTENTION for d in (64, 128, 256)
-      for arch, page in ((80, 64), (80, 16), (90, 64), (90, 16), (100, 64))),
+    *((k, "bf16", arch, d, page) for k in ATTENTION
+      for arch, page in ((80, 64), (80, 16), (90, 64), (90, 16), (100, 64))
+      for d in (64, 128, 256)),
     *((k, t, arch, d, 64) for k in ATTENTION
       for t, arch, d in (("bf16", 90, 96), ("fp16", 90, 128), ("fp32", 90, 64), ("bf16", 89, 128))),
     *((k, "bf16", arch, 128, 64) for k in ("plan", "cache_write") for arch in (80, 90, 100)),

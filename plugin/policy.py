@@ -218,10 +218,11 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    row_bytes = geometry.kv_element_size * d
+    fp8 = geometry.kv_element_size == 1 and geometry.element_size == 2  # fp32 is not tuned
+    row_bytes = (1 if fp8 else geometry.element_size) * d
     block_n = 64 if row_bytes <= 256 else 32
     stages = 3
-    if geometry.kv_element_size == 1:
+    if fp8:
         # Half the bytes a key: twice the keys a step where a page holds them, else more steps
         # on the way.
         whole = device.arch >= 90 and geometry.page_size % 128 == 0
@@ -232,7 +233,7 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
+        if geometry.page_size % block_n and block_m == 16 and not fp8:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.

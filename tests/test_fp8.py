@@ -184,6 +184,24 @@ def test_small_weights_of_many_keys_count(query_len, device):
     torch.testing.assert_close(out[rows].float(), expected[rows], rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("query_len", [1, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_maxima_that_rise_slowly(query_len, head_dim, device):
+    """By somewhat less than 2**8 from tile to tile: weights stay within fp16 all the same."""
+    keys = 300
+    case = Case(((query_len, keys - query_len),), 2, 1, head_dim, dtype=BF16, kv_dtype=E4M3)
+    batch = make_batch(case, device)
+    for i, page in enumerate(batch.block_table[0, : -(-keys // case.page_size)].tolist()):
+        first = i * case.page_size
+        ramp = torch.arange(first, min(first + case.page_size, keys), device=device)
+        rows = batch.k_cache[page, 0, : len(ramp)]
+        rows.copy_(torch.zeros(rows.shape, device=device).to(E4M3))
+        rows[:, 0].copy_(ramp.float().to(E4M3))
+    batch.q[: batch.num_tokens] = 0.0
+    batch.q[: batch.num_tokens, :, 0] = 7 * math.log(2) / 64 * head_dim**0.5
+    check(batch, *run(batch, device))
+
+
 @pytest.mark.parametrize("query_len", [1, 20])
 @pytest.mark.parametrize("size", [2.0**22, 2.0**27, 2.0**31])
 def test_huge_logits_pick_one_key(query_len, size, device):

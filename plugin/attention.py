@@ -484,7 +484,7 @@ class PagedAttention:
         if len(pair) == 1:
             d = self.geometry.head_dim
             pair = (pair[0][..., :d], pair[0][..., d:])
-        return KvCache(*pair, fp8, *scales)
+        return KvCache(pair[0], pair[1], fp8, scales[0], scales[1])
 
     def _check_rows(self, name: str, x: torch.Tensor) -> None:
         g = self.geometry

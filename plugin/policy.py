@@ -334,20 +334,22 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    row_bytes = geometry.kv_element_size * d
+    fp8 = geometry.kv_element_size == 1 and geometry.element_size == 2  # fp32 is not tuned
+    row_bytes = (1 if fp8 else geometry.element_size) * d
     block_n = 64 if row_bytes <= 256 else 32
     stages = 3
-    if geometry.kv_element_size == 1:
+    if fp8:
         # Half the bytes a key: twice the keys a step where a page holds them, else more steps
         # on the way.
-        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+        whole = device.arch >= 90 and geometry.page_size % 128 == 0
+        if row_bytes <= 128 and whole and block_m == 16:
             block_n = 128
         else:
             stages = 4
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
+        if geometry.page_size % block_n and block_m == 16 and not fp8:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
@@ -404,7 +406,9 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
-    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
+    wanted = 2 if tile >= 64 * 128 else 3
+    if geometry.kv_element_size == 1 and tiles.block_m > 16:
+        wanted = 2  # converting takes registers, and so do rows
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

@@ -14,6 +14,10 @@ from pathlib import Path
 import browser
 import pytest
 
+pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
+pytest.importorskip("jinja2", reason="needs jinja2 (pip install 'tilewise[bench]')")
+pytest.importorskip("scipy", reason="needs scipy (pip install 'tilewise[bench]')")
+
 from tilewise.bench import html as report_html
 from tilewise.bench import (
     html_parts,
@@ -26,8 +30,6 @@ from tilewise.bench import (
     workloads,
 )
 from tilewise.bench.report import write_pages
-
-pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results" / "h200"
 VOID_TAGS = {"meta", "link", "br", "img", "input", "hr"}

@@ -187,6 +187,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_a_run_writes_rows_logs_and_pages(tmp_path: Path, scripts, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
     scripts.update({b: (SLEEP, client_script(tmp_path, b)) for b in "AB"})
     assert serve.main(command(tmp_path)) == serve.EXIT_OK
     out = capsys.readouterr().out
@@ -275,9 +276,7 @@ raise SystemExit(serve.main({command(tmp_path, "--backends", "A")!r}))
     for line in process.stdout:
         if line.startswith("[1/4]"):
             break
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM

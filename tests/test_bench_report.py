@@ -247,7 +247,9 @@ def test_servers_that_did_not_stand_together_are_not_called_interleaved():
     assert {(r["peer"], r["interleaved"]) for r in found["ratios"]} == {
         ("FLASH_ATTN", True), ("STRANGER", False)
     }  # fmt: skip
-    assert not any(r["interleaved"] for r in summary.serve_summary(load("serve"))["ratios"])
+    # A file from before rows said so.
+    assert {r["interleaved"] for r in summary.serve_summary(load("serve"))["ratios"]} == {None}
+    assert "| not recorded |" in report_html.build_page(load("serve")).markdown()
 
 
 def test_few_pairs_give_no_verdict():

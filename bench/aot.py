@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,11 @@ def _attention_signature(
     constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
-    constants |= {"V_PAIRS": pairs} if kernel == "decode" else {}
+    if kernel == "decode":
+        constants |= {"V_PAIRS": pairs}
+    else:
+        per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
+        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -285,5 +289,4 @@ def configured(
 ) -> policy.Config:
     """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype], kv_size)
-    device = replace(DEVICES[arch], gluon=twin)
-    return policy.choose(geometry, device, window=window)
+    return policy.choose(geometry, DEVICES[arch], window=window, plain=not twin)

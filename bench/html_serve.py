@@ -25,6 +25,7 @@ from tilewise.bench.summary import (
 )
 
 METRIC_TEXT = {name: text for name, (text, _, _) in SERVE_METRICS.items()}
+TOGETHER = {True: "yes", False: "no", None: "not recorded"}
 METHOD = (
     "Medians over the runs that completed every request; with several runs, the range in small "
     "figures. TTFT: from sending a request to its first token. TPOT: mean time of each further "
@@ -135,7 +136,7 @@ def _ratios(summary: dict[str, Any]) -> Section:
         interval = "-" if r["low"] is None else f"{r['low']:.3f} … {r['high']:.3f}"
         cells = [
             Cell(r["workload"]), Cell(r["peer"]), Cell(METRIC_TEXT[r["metric"]]),
-            Cell("yes" if r["interleaved"] else "no"), Cell(f"{r['ratio']:.2f}x", mark=_verdict(r)),
+            Cell(TOGETHER[r["interleaved"]]), Cell(f"{r['ratio']:.2f}x", mark=_verdict(r)),
             Cell(interval),
             Cell(str(r["pairs"])),
         ]  # fmt: skip

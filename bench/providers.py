@@ -8,7 +8,6 @@ building. Peers are imported on first use; one that is absent says why.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -94,10 +93,10 @@ class Tilewise(Provider):
         query_len = case.max_q_len if case.kind == "decode" else 1
         config = None
         if self.plain:
-            device = dataclasses.replace(describe(torch.device(inputs.device)), gluon=False)
+            device = describe(torch.device(inputs.device))
             sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
             geometry = policy.Geometry(*heads, self.page_size, *sizes)
-            config = policy.choose(geometry, device, query_len, case.window or 0)
+            config = policy.choose(geometry, device, query_len, case.window or 0, plain=True)
         attn = PagedAttention(
             *heads,
             page_size=self.page_size,

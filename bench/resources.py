@@ -27,6 +27,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 FEATURES = ("sinks", "softcap", "alibi", "sqrt")
 # Names as in `vllm serve --kv-cache-dtype`, and their formats.
 _FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+# Architectures from which kernels convert by instruction, as tilewise.device has it with torch.
+FIRST_TO_READ_FP8, FIRST_TO_WRITE_FP8 = 89, 90
 # Kernels that what a layer does to its logits is part of.
 _ATTENTION = ("prefill", "decode")
 
@@ -117,7 +119,8 @@ def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
     v, kv_size = variant, 1 if args.kv_cache_dtype in _FP8_CACHES else 0
     size = 4 if v.dtype == "fp32" else 2
     try:
-        geometry = policy.Geometry(*args.heads, v.head_size, v.page_size, size, kv_size)
+        q, kv = args.heads
+        geometry = policy.Geometry(q, kv, v.head_size, v.page_size, size, kv_size)
     except UnsupportedConfig:
         return False
     return policy.why_not_hopper(geometry, ARCHITECTURES[v.arch]) is None
@@ -156,7 +159,7 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
         group = args.heads[0] // args.heads[1]
         sinks = "sinks" in args.features
         return aot_gluon.resources(v.dtype, v.head_size, v.page_size, group, sinks, args.window)
-    kv_format = _kv_format(args.kv_cache_dtype, v.arch)
+    kv_format = _kv_format(args.kv_cache_dtype, v.arch, v.kernel)
     # The plain prefill as the policy has it beside the Gluon kernel.
     config = aot.configured(
         v.dtype, v.arch, v.head_size, v.page_size, args.heads, args.window,
@@ -168,10 +171,11 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
     return aot.resources(v.kernel, config, v.dtype, v.arch, features)
 
 
-def _kv_format(kv_cache_dtype: str, arch: int) -> str:
-    """How kernels read such a cache there (``tilewise.device.fp8_format``); "" if not fp8."""
+def _kv_format(kv_cache_dtype: str, arch: int, kernel: str) -> str:
+    """How a kernel takes such a cache there (``tilewise.device.fp8_format``); "" if not fp8."""
     name = _FP8_CACHES.get(kv_cache_dtype, "")
-    return name if arch >= 89 or not name else f"{name}_bits"
+    first = FIRST_TO_WRITE_FP8 if kernel == "cache_write" else FIRST_TO_READ_FP8
+    return name if arch >= first or not name else f"{name}_bits"
 
 
 def _arch(text: str) -> int:

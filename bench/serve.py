@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
-        "--append", action="store_true", help="keep the rows that the result file has"
+        "--append", action="store_true", help="add runs to those that the result file has"
     )
     kept.add_argument(
         "--resume", action="store_true",
@@ -141,7 +141,12 @@ class Session:
             raise ValueError("--backends names none; accepted: names of vLLM's attention backends")
         self.settings = {name: _plain(getattr(args, name)) for name in SETTINGS}
         self.file = ResultFile.open(args.out, keep=args.append or args.resume)
-        groups = [turns_of(g, self.chosen, args.runs) for g in groups_of(backends, args.at_once)]
+        # Runs that are added are runs of their own, with prompts of their own.
+        first = self.file.next_run if args.append else 0
+        groups = [
+            turns_of(group, self.chosen, args.runs, first)
+            for group in groups_of(backends, args.at_once)
+        ]
         self.skipped = 0
         if args.resume:
             self.file.check_settings(self.settings)

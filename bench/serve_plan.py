@@ -34,13 +34,15 @@ def groups_of(backends: Sequence[str], at_once: int) -> list[list[str]]:
     return [list(backends[i : i + at_once]) for i in range(0, len(backends), at_once)]
 
 
-def turns_of(backends: Sequence[str], chosen: Sequence[Workload], runs: int) -> list[Turn]:
+def turns_of(
+    backends: Sequence[str], chosen: Sequence[Workload], runs: int, first_run: int = 0
+) -> list[Turn]:
     """Return the turns of servers that stand together: one backend after the other.
 
     Who begins changes with every run and workload, so that drift of the machine favours nobody.
     """
     turns = []
-    for run in range(runs):
+    for run in range(first_run, first_run + runs):
         for number, workload in enumerate(chosen):
             shift = (run + number) % len(backends)
             order = [*backends[shift:], *backends[:shift]]
@@ -78,6 +80,11 @@ class ResultFile:
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no result file that could be continued: {error}") from None
         return found
+
+    @property
+    def next_run(self) -> int:
+        """The first run number that no row has."""
+        return 1 + max((row["run"] for row in self.rows), default=-1)
 
     def settle(self, turns: Iterable[Turn]) -> list[Turn]:
         """Return the turns still to be done, and forget their failed rows."""

@@ -220,7 +220,7 @@ def _ratios(good: Sequence[Row], workload: str, ours: str, peer: str) -> list[di
         a, b = zip(*pairs, strict=True)
         more = SERVE_METRICS[metric][2]
         ratio = paired_ratio(a, b) if more else paired_ratio(b, a)
-        together = all(_together(mine[run], other[run]) for run in shared)
+        together = _together([(mine[run], other[run]) for run in shared])
         found.append(
             {
                 "workload": workload, "ours": ours, "peer": peer, "metric": metric,
@@ -230,9 +230,12 @@ def _ratios(good: Sequence[Row], workload: str, ours: str, peer: str) -> list[di
     return found
 
 
-def _together(a: Row, b: Row) -> bool:
-    """Whether two rows come from servers that stood side by side and were measured in turn."""
-    return a.get("group") is not None and a["group"] == b.get("group")
+def _together(pairs: Iterable[tuple[Row, Row]]) -> bool | None:
+    """Whether pairs come from servers that stood side by side; None where rows do not say."""
+    groups = [(a.get("group"), b.get("group")) for a, b in pairs]
+    if any(None in pair for pair in groups):
+        return None
+    return all(a == b for a, b in groups)
 
 
 def _curves(good: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, Any]]:

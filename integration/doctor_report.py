@@ -85,14 +85,14 @@ def _layer_row(kind: LayerKind) -> tuple[str, ...]:
 
 def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
     first = (ranges(kind.layers), f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB")
-    names = ("prefill", "decode")
+    names = ["prefill", "decode"]
     if kind.hopper_prefill is not None:
         tiles: Any = kind.hopper_prefill
         yield (
             first[0], "hopper_prefill", f"{HOPPER_ROWS} x {tiles['block_n']}", "-",
             str(tiles["num_stages"]), "yes", first[1],
         )  # fmt: skip
-        names, first = ("decode",), ("", "")
+        names, first = ["decode"], ("", "")
     for name in names:
         tiles = getattr(kind, name)
         yield (

@@ -54,6 +54,9 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         native, and values that make no sense.
     """
 
+    # Quantised queries would cost a launch a layer and precision; the kernels gain nothing by them.
+    supports_quant_query_input: bool = False
+
     def __init__(
         self,
         num_heads: int,
@@ -133,6 +136,12 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.alibi_sqrt = use_alibi_sqrt
 
+    def _kv_scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scales of an fp8 cache, still on the device: a graph sees what is loaded later."""
+        if self.kv_dtype is None:
+            return None, None
+        return layer._k_scale, layer._v_scale
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -160,10 +169,11 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         if self.kv_dtype is None:
             write_kv_cache(k_cache, v_cache, key, value, slot_mapping)
         else:
+            k_scale, v_scale = self._kv_scales(layer)
             write_kv_cache(
                 k_cache, v_cache, key, value, slot_mapping,
-                fp8_format=fp8_format(self.kv_dtype, kv_cache.device),
-                k_scale=layer._k_scale, v_scale=layer._v_scale,
+                fp8_format=fp8_format(self.kv_dtype, kv_cache.device, write=True),
+                k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
         counters.add("launches", kernel="cache_write")
 
@@ -221,13 +231,11 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise UnsupportedConfig(
                 f"the step was planned for a window of {attn.window}, the layer's is {self.window}"
             )
-        # Scales stay on the device: no host copy, and graphs see what is loaded later.
-        fp8 = self.kv_dtype is not None
+        k_scale, v_scale = self._kv_scales(layer)
         attn.run(
             query, kv_cache, scale=self.scale, out=output, plan=attn_metadata.plan,
             sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
-            alibi_sqrt=self.alibi_sqrt, k_scale=layer._k_scale if fp8 else None,
-            v_scale=layer._v_scale if fp8 else None,
+            alibi_sqrt=self.alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return output
 

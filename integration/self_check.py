@@ -164,7 +164,7 @@ def write(impl: TilewiseImpl, layer: Any, kv_cache: torch.Tensor, sequence: Sequ
     k_cache, v_cache = kv_cache.split(impl.head_size, dim=-1)
     fp8: dict[str, Any] = {}
     if impl.kv_dtype is not None:
-        fp8 = {"fp8_format": fp8_format(impl.kv_dtype, kv_cache.device)}
+        fp8 = {"fp8_format": fp8_format(impl.kv_dtype, kv_cache.device, write=True)}
         fp8 |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
     write_kv_cache(k_cache, v_cache, sequence.key, sequence.value, sequence.slots, **fp8)
 

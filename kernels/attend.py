@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.fp8 import WEIGHT_SHIFT, decode_fp8, decode_pairs
+from tilewise.kernels.lazy_rescale import rescale_lazily
 from tilewise.kernels.logits import shape_logits
 from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
@@ -66,6 +67,7 @@ def attend(
     KV_FORMAT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     V_PAIRS: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos.
 
@@ -74,7 +76,8 @@ def attend(
     ``KV_FORMAT`` says how bytes of an fp8 cache are read (``tilewise.kernels.fp8``); with
     ``ROW_SCALE`` every row has a ``scale_log2`` of its own.  With ``V_PAIRS`` values come as
     uint16, two columns in one, and ``acc`` keeps the even columns, ``acc_odd`` the odd ones; it
-    is unused otherwise.
+    is unused otherwise.  ``LAZY`` counts a thread's accumulators where these are rescaled lazily
+    (``tilewise.kernels.lazy_rescale``), else 0.
     """
     SHAPED: tl.constexpr = (cap_log2 is not None) or (slope_log2 is not None)
     AS_FP16: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.float16)
@@ -116,11 +119,14 @@ def attend(
                     owned = owned & (n >= first_key)
                 v = tl.where(owned[:, None], v, 0)
         if SHAPED:
-            p, alpha, m_i = softmax_step(qk, m_i, 1.0, MASKED, False, SHIFT)
+            p, alpha, m_i = softmax_step(qk, m_i, 1.0, MASKED, False, SHIFT, LAZY > 0)
         else:
-            p, alpha, m_i = softmax_step(qk, m_i, scale_log2, MASKED, ROW_SCALE, SHIFT)
+            p, alpha, m_i = softmax_step(qk, m_i, scale_log2, MASKED, ROW_SCALE, SHIFT, LAZY > 0)
         l_i = l_i * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        if LAZY > 0:
+            acc = rescale_lazily(acc, alpha, LAZY)
+        else:
+            acc = acc * alpha[:, None]
         p = p.to(q.dtype)
         if V_PAIRS:
             acc_odd = acc_odd * alpha[:, None]

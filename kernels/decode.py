@@ -227,7 +227,7 @@ def _decode_kernel(
                     lo, inside, pos, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-                    WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS,
+                    WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
                 )  # fmt: skip
                 lo = inside
             split = tl.minimum(tl.maximum(full, lo), hi)
@@ -236,7 +236,7 @@ def _decode_kernel(
                 pos, seq_len, first_key, scale, cap_log2, slope_log2,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-                WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS,
+                WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
             )  # fmt: skip
         else:
             # Masked rows cost nothing here (the copies themselves skip them), so one loop will do.
@@ -247,7 +247,7 @@ def _decode_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
-            ROW_SCALE, V_PAIRS,
+            ROW_SCALE, V_PAIRS, 0,
         )  # fmt: skip
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])

@@ -2,8 +2,9 @@
 
 A format is ``e4m3`` (OCP E4M3FN: no infinities, largest value 448) or ``e5m2`` (IEEE-like, largest
 finite value 57344).  With ``_bits`` behind it the conversion is made of integer arithmetic, for
-GPUs without the instruction (before compute capability 8.9) and for Triton's interpreter, whose
-own conversions break ties wrongly and read NaN as 480.
+GPUs without the instruction (reading: before compute capability 8.9; writing: before 9.0, where
+Triton rounds twice) and for Triton's interpreter, whose own conversions break ties wrongly and read
+NaN as 480.
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
 
@@ -12,10 +13,11 @@ import triton.language as tl
 
 FORMATS = ("", "e4m3", "e5m2", "e4m3_bits", "e5m2_bits")
 
-# Logits and weights of an fp8 cache are products in fp16.  Weights are kept 2**15 times larger
-# than their fp32 twins would be, so that they reach from 2**15 down to 2**-24: the least of a
-# million keys still counts.
-WEIGHT_SHIFT = tl.constexpr(15.0)
+# Logits and weights of an fp8 cache are products in fp16.  Weights are kept 2**7 times larger than
+# their fp32 twins would be: what fp16 drops, below 2**-24, is then less than 2**-31 of the largest
+# weight, and a million such keys do not show.  Above remains 2**8 before fp16 ends, for maxima that
+# are followed only once they have risen by that much.
+WEIGHT_SHIFT = tl.constexpr(7.0)
 
 
 @triton.jit

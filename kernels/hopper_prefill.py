@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.launch import LOG2E, Descriptors, KvCache, Launcher, Logits
+from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
 from tilewise.kernels.plan import COUNTERS
 
 # Triton 3.8 names them anew and drops the old names later.
@@ -189,28 +190,9 @@ def _producer(
         gl.store(counter_ptr + 1, 0)
 
 
-def _rescale_asm(n):
-    """PTX: a thread's ``n`` accumulators times their row's factor, or nothing if all are 1.
-
-    Operands: n results tied to n accumulators, then n factors; pairs of registers alternate
-    between the thread's two rows.  Gluon has no branch of a single warp, hence assembly.
-    """
-    first = 2 * n
-    products = "".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(n))
-    return gl.constexpr(
-        "{ .reg .pred p, q; "
-        f"setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p; "
-        "vote.sync.any.pred q, p, 0xffffffff; @!q bra.uni DONE; " + products + " DONE: }"
-    )
-
-
-def _rescale_constraints(n):
-    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
-
-
-_ASM_32, _TIES_32 = _rescale_asm(32), _rescale_constraints(32)
-_ASM_64, _TIES_64 = _rescale_asm(64), _rescale_constraints(64)
-_ASM_128, _TIES_128 = _rescale_asm(128), _rescale_constraints(128)
+_ASM_32, _TIES_32 = gl.constexpr(rescale_asm(32)), gl.constexpr(rescale_constraints(32))
+_ASM_64, _TIES_64 = gl.constexpr(rescale_asm(64)), gl.constexpr(rescale_constraints(64))
+_ASM_128, _TIES_128 = gl.constexpr(rescale_asm(128)), gl.constexpr(rescale_constraints(128))
 
 
 @gluon.jit
@@ -532,14 +514,15 @@ def _hopper_prefill_kernel(
 _launch_hopper_prefill = Launcher(_hopper_prefill_kernel)
 
 
-def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def _make_descriptor(
+    x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
-    strides = list(x.stride())
-    for axis, length in enumerate(x.shape[:-1]):
-        if length == 1:  # never stepped along, but the copy engine wants a multiple of 16 bytes
-            strides[axis] = max(x.shape[-1], 8)
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(x, list(x.shape), strides, block, layout)
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+_describe = Descriptors(_make_descriptor)
 
 
 def hopper_prefill_attention(
@@ -576,11 +559,11 @@ def hopper_prefill_attention(
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
-    rows = [64 // group_size, group_size, head_dim]
-    page = [1, 1, min(page_size, block_n), 64]
+    rows = (64 // group_size, group_size, head_dim)
+    page = (1, 1, min(page_size, block_n), 64)
     args = (
-        out, lse, logits.sinks, _descriptor(out, rows), _descriptor(q, rows),
-        _descriptor(kv.k, page), _descriptor(kv.v, page),
+        out, lse, logits.sinks, _describe(out, rows), _describe(q, rows),
+        _describe(kv.k, page), _describe(kv.v, page),
         query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
         header[COUNTERS:], logits.scale * LOG2E, out.stride(0), out.stride(1),
         block_table.stride(0),

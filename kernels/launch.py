@@ -1,6 +1,6 @@
 """What launches share: the call itself, views of the paged cache, and arguments made of these."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,14 +178,51 @@ def tma_strides(kv: KvCache) -> bool:
     )
 
 
-def _descriptor(x: torch.Tensor, block_n: int, block_d: int) -> TensorDescriptor:
+class Descriptors:
+    """Makes tensor descriptors; the first of a kind is checked by Triton, others are its copies.
+
+    Their constructors check in Python what a layer never changes.  Addresses are left to the
+    caller: multiples of 16 bytes.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(tensor, shape, strides, block)`` returns a descriptor.
+    """
+
+    def __init__(
+        self, make: Callable[[torch.Tensor, list[int], list[int], list[int]], Any]
+    ) -> None:
+        self._make = make
+        self._templates: dict[tuple, Any] = {}
+
+    def __call__(self, x: torch.Tensor, block: tuple[int, ...]) -> Any:
+        """Describe ``x`` in boxes of ``block``, one length an axis."""
+        length = x.shape[0]
+        key = (x.dtype, x.stride(), x.shape[1:], length == 1, block)
+        template = self._templates.get(key)
+        if template is None:
+            template = self._make(x, list(x.shape), _free_singletons(x), list(block))
+            template.base = None  # or it would keep one layer's memory
+            if len(self._templates) >= MAX_REMEMBERED:
+                self._templates.clear()
+            self._templates[key] = template
+        made = object.__new__(type(template))
+        made.__dict__.update(template.__dict__)
+        made.base = x
+        made.shape = [length, *template.shape[1:]]
+        return made
+
+
+def _free_singletons(x: torch.Tensor) -> list[int]:
+    """Strides of ``x``; those of axes of one element become any that the copy engine takes."""
     size = x.element_size()
-    strides = list(x.stride())
-    # Singleton axes may carry strides the copy engine refuses; any aligned value will do.
-    for axis, length in enumerate(x.shape[:-1]):
-        if length == 1:
-            strides[axis] = 16 // size * max(1, x.shape[-1] * size // 16)
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, block_n, block_d])
+    row = 16 // size * max(1, x.shape[-1] * size // 16)
+    lengths = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return [*(row if n == 1 else stride for n, stride in lengths), x.stride(-1)]
+
+
+_describe = Descriptors(lambda x, shape, strides, block: TensorDescriptor(x, shape, strides, block))
 
 
 def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tuple:
@@ -195,7 +232,7 @@ def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tupl
         return kv.k, kv.v, strides
     # The descriptors carry the strides; constants keep them out of the specialisation key.
     return (
-        _descriptor(kv.k, block_n, block_d),
-        _descriptor(kv.v, block_n, block_d * kv.k.element_size() // kv.v.element_size()),
+        _describe(kv.k, (1, 1, block_n, block_d)),
+        _describe(kv.v, (1, 1, block_n, block_d * kv.k.element_size() // kv.v.element_size())),
         (1, 1, 1, 1, 1, 1),
     )

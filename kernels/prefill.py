@@ -64,6 +64,7 @@ def _prefill_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + causal mask) v; grid = (prefill tiles, KV heads).
 
@@ -134,7 +135,7 @@ def _prefill_kernel(
             seq_len, first_key, scale_log2, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
+            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
         )  # fmt: skip
         begin = inside
     acc, _, m_i, l_i = attend(
@@ -142,14 +143,14 @@ def _prefill_kernel(
         seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
     )  # fmt: skip
     acc, _, m_i, l_i = attend(
         acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos,
         seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False,
+        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
     )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -194,6 +195,7 @@ def prefill_attention(
     num_stages: int,
     tail_stages: int,
     use_tma: bool,
+    lazy_rescale: bool,
 ) -> None:
     """Attend for every query tile of the plan and write ``out`` (and ``lse``) in place.
 
@@ -231,5 +233,6 @@ def prefill_attention(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
+        LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
     )  # fmt: skip
     _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)

@@ -257,7 +257,8 @@ class PagedAttention:
         Parameters
         ----------
         q : Tensor[rows, num_q_heads, head_dim]
-            At least ``num_tokens`` rows.  Any strides, unit stride in the last axis.
+            At least ``num_tokens`` rows.  Any strides, unit stride in the last axis; the rows of
+            a tile must lie within 2**31 elements.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim], or a pair (k, v)
             One tensor holds K then V in each row (vLLM 0.33); of a pair, each is
             ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.
@@ -369,7 +370,7 @@ class PagedAttention:
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma,
+            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
 
@@ -483,7 +484,7 @@ class PagedAttention:
         if len(pair) == 1:
             d = self.geometry.head_dim
             pair = (pair[0][..., :d], pair[0][..., d:])
-        return KvCache(*pair, fp8, *scales)
+        return KvCache(pair[0], pair[1], fp8, scales[0], scales[1])
 
     def _check_rows(self, name: str, x: torch.Tensor) -> None:
         g = self.geometry

@@ -47,8 +47,8 @@ def describe(device: torch.device) -> policy.Device:
 
 
 @functools.cache
-def fp8_format(dtype: torch.dtype, device: torch.device) -> str:
-    """Return how the kernels read an fp8 cache there: see ``tilewise.kernels.fp8``.
+def fp8_format(dtype: torch.dtype, device: torch.device, *, write: bool = False) -> str:
+    """Return how the kernels read or write an fp8 cache there: see ``tilewise.kernels.fp8``.
 
     Raises
     ------
@@ -57,7 +57,9 @@ def fp8_format(dtype: torch.dtype, device: torch.device) -> str:
     """
     if dtype not in FP8_DTYPES:
         raise UnsupportedConfig(f"kv_dtype={dtype}; accepted: {', '.join(map(str, FP8_DTYPES))}")
-    converts = device.type == "cuda" and describe(device).arch >= 89
+    # 8.9 has the instructions, but there Triton narrows fp32 to fp16 first and so rounds twice.
+    first = 90 if write else 89
+    converts = device.type == "cuda" and describe(device).arch >= first
     return FP8_DTYPES[dtype] if converts else f"{FP8_DTYPES[dtype]}_bits"
 
 

@@ -24,8 +24,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewise import counters
+from tilewise import counters, side_port
 from tilewise.counters import METRICS
+from tilewise.settings import load_settings
 
 FOLDER_VARIABLE = "TILEWISE_METRICS_DIR"
 NATIVE_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -56,6 +57,19 @@ def prepare() -> None:
 
         REGISTRY.register(FolderCollector())
         _registered_pid = os.getpid()
+    side_port.listen(load_settings(os.environ).metrics_port, collect_all)
+
+
+def collect_all() -> Iterator[Any]:
+    """Yield our families from wherever this server's workers leave them."""
+    if not os.environ.get(NATIVE_VARIABLE):
+        yield from FolderCollector().collect()
+        return
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    yield from (f for f in registry.collect() if f.name.startswith("tilewise_"))
 
 
 def _remove(folder: str, owner: int) -> None:

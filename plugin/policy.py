@@ -32,19 +32,19 @@ class Device:
         Streaming multiprocessors.
     shared_memory : int
         Bytes of shared memory one program may use.
-    gluon : bool
-        Whether kernels in Gluon run there (not in the interpreter).
+    interpreted : bool
+        Whether Triton's interpreter stands for the device: no Gluon, no assembly.
     """
 
     arch: int
     num_sms: int
     shared_memory: int
-    gluon: bool = True
+    interpreted: bool = False
 
 
 # Triton's interpreter runs programs one after another, so a few workers are enough to exercise
 # every way of cutting the work.
-INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024, gluon=False)
+INTERPRETER = Device(arch=90, num_sms=2, shared_memory=227 * 1024, interpreted=True)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Tiles:
     ``block_m`` query rows (tokens times the heads of a group), ``block_n`` keys a step,
     ``block_d`` padded head size; ``use_tma`` reads whole-page tiles with the copy engine;
     ``num_stages`` pipelines the loop without masks, ``tail_stages`` the one with them.
+    ``lazy_rescale`` leaves accumulators alone while no maximum rises much.
     """
 
     block_m: int
@@ -120,6 +121,7 @@ class Tiles:
     num_stages: int
     use_tma: bool
     tail_stages: int = 1
+    lazy_rescale: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def choose(
-    geometry: Geometry, device: Device, decode_query_len: int = 1, window: int = 0
+    geometry: Geometry,
+    device: Device,
+    decode_query_len: int = 1,
+    window: int = 0,
+    plain: bool = False,
 ) -> Config:
     """Pick tiles and worker count.
 
@@ -190,6 +196,8 @@ def choose(
         Query tokens of a typical decode request: 1, or 1 + speculative tokens.
     window : int
         Keys a query may see, itself included; 0 for all.
+    plain : bool
+        Leave the Gluon kernels out (tests, comparisons).
     """
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
@@ -200,7 +208,7 @@ def choose(
     decode = _decode_tiles(geometry, device, decode_query_len)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
-    if why_not_hopper(geometry, device) is None:
+    if not plain and why_not_hopper(geometry, device) is None:
         hopper = _hopper_tiles(geometry, window)
         prefill = _hopper_twin(geometry)
     return Config(
@@ -245,7 +253,7 @@ def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
         What the layer or the device has, and what is accepted.
     """
     group, page = geometry.group_size, geometry.page_size
-    if not device.gluon:
+    if device.interpreted:
         return "kernels in Gluon do not run in Triton's interpreter"
     if device.arch != 90:
         return f"compute capability {device.arch / 10} (accepted: 9.0)"
@@ -265,7 +273,10 @@ def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
 def _hopper_twin(geometry: Geometry) -> Tiles:
     """Plain tiles over the rows of the Gluon prefill's."""
     stages = 2 if geometry.head_dim > 128 else 3
-    return Tiles(HOPPER_ROWS, 64, geometry.head_dim, num_warps=8, num_stages=stages, use_tma=True)
+    return Tiles(
+        HOPPER_ROWS, 64, geometry.head_dim, num_warps=8, num_stages=stages, use_tma=True,
+        lazy_rescale=geometry.head_dim >= 128,
+    )  # fmt: skip
 
 
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
@@ -298,27 +309,47 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
-    return _fit(tiles, geometry, device)
+    tiles = _fit(tiles, geometry, device)
+    return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
+
+
+def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
+    """Whether accumulators lie as ``tilewise.kernels.lazy_rescale`` expects: 16 rows a warp.
+
+    With fewer than 128 columns there is too little to save: it measured slower.
+    """
+    per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
+    return (
+        device.arch == 90
+        and not device.interpreted
+        and geometry.element_size == 2
+        and tiles.num_warps % 4 == 0
+        and tiles.block_m == 16 * tiles.num_warps
+        and tiles.block_d >= 128
+        and per_thread in (64, 128)
+    )
 
 
 def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> Tiles:
     d = geometry.block_d
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    row_bytes = geometry.kv_element_size * d
+    fp8 = geometry.kv_element_size == 1 and geometry.element_size == 2  # fp32 is not tuned
+    row_bytes = (1 if fp8 else geometry.element_size) * d
     block_n = 64 if row_bytes <= 256 else 32
     stages = 3
-    if geometry.kv_element_size == 1:
+    if fp8:
         # Half the bytes a key: twice the keys a step where a page holds them, else more steps
         # on the way.
-        if row_bytes <= 128 and geometry.page_size % 128 == 0 and block_m == 16:
+        whole = device.arch >= 90 and geometry.page_size % 128 == 0
+        if row_bytes <= 128 and whole and block_m == 16:
             block_n = 128
         else:
             stages = 4
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
-        if geometry.page_size % block_n and block_m == 16 and geometry.kv_element_size > 1:
+        if geometry.page_size % block_n and block_m == 16 and not fp8:
             # Every row looks up its page: smaller tiles leave registers for a third program.
             tiles = replace(tiles, block_n=32, num_stages=4)
     # Two programs an SM where possible, or one waits for memory while nobody computes.
@@ -375,7 +406,9 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
-    wanted = 2 if tile >= 64 * 128 or (tiles.block_m > 16 and geometry.kv_element_size == 1) else 3
+    wanted = 2 if tile >= 64 * 128 else 3
+    if geometry.kv_element_size == 1 and tiles.block_m > 16:
+        wanted = 2  # converting takes registers, and so do rows
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 

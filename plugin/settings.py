@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tilewise import side_port
 from tilewise.errors import UnsupportedConfig
 
 PREFIX = "TILEWISE_"
@@ -35,6 +36,8 @@ class Settings:
     fallback : str
         ``auto``: layers that we do not compute go to a backend of vLLM that does. ``error``: vLLM
         does not start with such a layer.
+    metrics_port : str
+        ``off``, or ``HOST:PORT`` where the metrics are served besides vLLM's own ``/metrics``.
     metrics_dir : str
         Folder through which workers hand their counters to ``/metrics``; ``auto``: the first
         process makes a temporary one.
@@ -45,6 +48,7 @@ class Settings:
     any_vllm: bool = False
     cpu_platform: bool = False
     fallback: str = "auto"
+    metrics_port: str = side_port.OFF
     metrics_dir: str = "auto"
     self_check: bool = True
 
@@ -73,6 +77,7 @@ def _parse_folder(name: str, text: str) -> str:
 _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "any_vllm": _parse_switch,
     "cpu_platform": _parse_switch,
+    "metrics_port": side_port.parse,
     "metrics_dir": _parse_folder,
     "fallback": _parse_fallback,
     "self_check": _parse_switch,

@@ -187,6 +187,7 @@ def command(tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_a_run_writes_rows_logs_and_pages(tmp_path: Path, scripts, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
     scripts.update({b: (SLEEP, client_script(tmp_path, b)) for b in "AB"})
     assert serve.main(command(tmp_path)) == serve.EXIT_OK
     out = capsys.readouterr().out
@@ -241,6 +242,18 @@ def test_resuming_does_what_is_missing_and_what_failed(tmp_path: Path, scripts, 
     assert scripts["started"] == []
 
 
+def test_appended_runs_are_runs_of_their_own(tmp_path: Path, scripts):
+    scripts["A"] = (SLEEP, client_script(tmp_path, "A"))
+    arguments = command(tmp_path, "--append", "--backends", "A", "--runs", "1")
+    for _ in range(2):
+        assert serve.main(arguments) == serve.EXIT_OK
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert [(row["workload"], row["run"]) for row in result["rows"]] == [
+        ("s_1k_128_c64", 0), ("s_8k_1k_c8", 0), ("s_1k_128_c64", 1), ("s_8k_1k_c8", 1)
+    ]  # fmt: skip
+    assert len(result["env"]["runs"]) == len({row["env"] for row in result["rows"]})
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path: Path, scripts, capsys):
     scripts.update({b: (SLEEP, client_script(tmp_path, b)) for b in "AB"})
     assert serve.main(command(tmp_path, "--runs", "1")) == serve.EXIT_OK
@@ -275,9 +288,7 @@ raise SystemExit(serve.main({command(tmp_path, "--backends", "A")!r}))
     for line in process.stdout:
         if line.startswith("[1/4]"):
             break
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM

@@ -2,13 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from tilewise import counters, exporter
+from tilewise import counters, exporter, side_port
+from tilewise.errors import UnsupportedConfig
 
 WORKER = """
     import os, sys
@@ -38,8 +40,8 @@ READER = """
 
 
 def run(code, *args, **environ):
-    env = {k: v for k, v in os.environ.items() if k not in (
-        exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE)}  # fmt: skip
+    ours = (exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE, side_port.LISTENER_VARIABLE)
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *args], env=env | environ,
         capture_output=True, text=True, timeout=120, check=False,
@@ -160,3 +162,76 @@ def test_every_metric_is_described():
         assert metric.help.endswith(".")
         assert bool(metric.buckets) == (metric.kind == "histogram")
     json.dumps([m.name for m in counters.METRICS.values()])
+
+
+SIDE = """
+    import json, os, subprocess, sys, urllib.request
+    from tilewise import exporter
+    exporter.prepare()
+    exporter.prepare()
+    worker = sys.argv[1]
+    for rank in ("0", "1"):
+        subprocess.run([sys.executable, "-c", worker, rank, "5"], check=True)
+    child = [sys.executable, "-c", "from tilewise import exporter; exporter.prepare()"]
+    done = subprocess.run(child, check=True, capture_output=True, text=True)
+    where = os.environ["TILEWISE_METRICS_PORT"]
+    url = f"http://{where if ':' in where else '127.0.0.1:' + where}/metrics"
+    print(urllib.request.urlopen(url, timeout=10).read().decode())
+    print("child said", repr(done.stderr))
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("host", ["", "127.0.0.1:"])
+def test_a_side_port_shows_all_workers_and_nothing_else(native, host, tmp_path):
+    environ = {"TILEWISE_METRICS_PORT": host + free_port()}
+    if native:
+        environ[exporter.NATIVE_VARIABLE] = str(tmp_path)
+    text = run(SIDE, textwrap.dedent(WORKER), **environ).stdout
+    found = samples(text)
+    steps = {k: v for k, v in found.items() if k.startswith("tilewise_steps_total")}
+    assert sorted(steps.values()) == [5, 5]
+    assert {line.split("{")[0] for line in text.splitlines() if "{" in line} == {
+        k.split("{")[0] for k in found
+    }
+    # A child knows who listens, and does not try.
+    assert "child said ''" in text
+
+
+def test_a_side_port_that_is_taken_costs_nothing_else(tmp_path):
+    code = """
+        import logging
+        logging.basicConfig()
+        from tilewise import exporter
+        exporter.prepare()
+        from prometheus_client import REGISTRY
+        print(type(REGISTRY._collector_to_names).__name__)
+    """
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        done = run(code, TILEWISE_METRICS_PORT=port)
+    assert f"no metrics on 127.0.0.1:{port}" in done.stderr
+    assert done.stdout == "dict\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("off", "off"), ("OFF", "off"), ("9091", "127.0.0.1:9091"), ("0.0.0.0:1", "0.0.0.0:1")],
+)
+def test_side_ports_that_can_be_read(text, value):
+    assert side_port.parse("TILEWISE_METRICS_PORT", text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "-1", "x", "host:", "1_0", "٣", "9091/metrics"])
+def test_side_ports_that_cannot_be_read_are_named(text):
+    with pytest.raises(UnsupportedConfig, match="use off, a port from 1 to 65535") as raised:
+        side_port.parse("TILEWISE_METRICS_PORT", text)
+    assert repr(text) in str(raised.value)

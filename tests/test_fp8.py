@@ -1,215 +1,20 @@
-"""fp8 caches: the conversions bit for bit, the cache write, and attention over them."""
+"""Attention over fp8 caches, against fp32 attention over the dequantised cache."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from cases import (
-    Case,
-    check,
-    empty_cache,
-    make_attention,
-    make_batch,
-    plan_batch,
-    reference,
-    run_and_check,
-)
+from cases import Case, check, make_attention, make_batch, plan_batch, reference, run_and_check
 
 from tilewise import policy
-from tilewise.device import fp8_format
 from tilewise.errors import PlanMismatch, UnsupportedConfig
-from tilewise.kernels.cache_write import write_kv_cache
-from tilewise.kernels.fp8 import decode_fp8, encode_fp8, fp16_rows
 
 # numpy's remark on the poison that masked tiles read and select away; the GPU has no such voice.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FORMATS = {E4M3: "e4m3", E5M2: "e5m2"}
-
-
-@triton.jit
-def _decode_kernel(out_ptr, x_ptr, FORMAT: tl.constexpr, N: tl.constexpr):
-    n = tl.arange(0, N)
-    tl.store(out_ptr + n, decode_fp8(tl.load(x_ptr + n), FORMAT))
-
-
-@triton.jit
-def _encode_kernel(out_ptr, x_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + n, encode_fp8(tl.load(x_ptr + n), FORMAT))
-
-
-@triton.jit
-def _fp16_rows_kernel(out_ptr, factor_ptr, q_ptr, M: tl.constexpr, D: tl.constexpr):
-    at = tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :]
-    rows, factor = fp16_rows(tl.load(q_ptr + at))
-    tl.store(out_ptr + at, rows)
-    tl.store(factor_ptr + tl.arange(0, M), factor)
-
-
-def formats(dtype, device):
-    """The bit arithmetic everywhere, and the instruction on the GPUs that have it."""
-    yield FORMATS[dtype] + "_bits"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        yield FORMATS[dtype]
-
-
-def saturated(x, dtype):
-    """What torch does not do: beyond the largest finite value, that value."""
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_every_byte_decodes_as_in_torch(dtype, device):
-    bytes_ = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
-    expected = bytes_.view(dtype).to(torch.float16)
-    assert expected.isnan().sum() == (2 if dtype == E4M3 else 6)
-    for name in formats(dtype, device):
-        out = torch.empty(256, dtype=torch.float16, device=device)
-        _decode_kernel[(1,)](out, bytes_, name, 256)
-        assert torch.equal(out.isnan(), expected.isnan())
-        same = out.view(torch.int16) == expected.view(torch.int16)  # signs of zeros too
-        assert same[~expected.isnan()].all()
-
-
-def awkward_values(dtype, device):
-    """Every value, every tie between two, their neighbours; tiny, huge and random ones; NaN."""
-    grid = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
-    grid = grid[grid.isfinite()].sort().values
-    ties = (grid[1:] + grid[:-1]) / 2
-    points = torch.cat([grid, ties])
-    beside = [torch.nextafter(points, torch.tensor(s)) for s in (-torch.inf, torch.inf)]
-    gen = torch.Generator().manual_seed(0)
-    scales = 2.0 ** torch.randint(-30, 18, (50_000,), generator=gen)
-    random = torch.randn(50_000, generator=gen) * scales
-    largest = torch.finfo(dtype).max
-    edge = largest * torch.tensor([1.0, 1.03, 1.0625, 1.07, 2.0, 1e9])
-    special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, 3e38, torch.inf, -torch.inf])
-    x = torch.cat([points, *beside, random, edge, -edge, special, torch.tensor([torch.nan])])
-    return torch.nn.functional.pad(x, (0, -len(x) % 8192)).to(device)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_encoding_rounds_as_torch_and_saturates(dtype, device):
-    x = awkward_values(dtype, device)
-    expected = saturated(x, dtype)
-    for name in formats(dtype, device):
-        out = torch.empty(x.shape, dtype=torch.uint8, device=device)
-        _encode_kernel[(len(x) // 8192,)](out, x, name, 8192)
-        nan = x.isnan()
-        assert nan.sum() == 1
-        assert out.view(dtype).float()[nan].isnan().all()
-        wrong = (out != expected.view(torch.uint8)) & ~nan
-        assert not wrong.any(), (name, x[wrong][:5], out[wrong][:5], expected[wrong][:5])
-
-
-def test_queries_fit_into_fp16(device):
-    """Rows of any size keep fp16's precision beside their largest element."""
-    gen = torch.Generator().manual_seed(0)
-    q = torch.randn(16, 64, generator=gen).to(torch.bfloat16)
-    sizes = 2.0 ** torch.linspace(-100, 120, 16)
-    q = (q.float() * sizes[:, None]).to(torch.bfloat16)
-    q[3] = 0.0
-    q[7, 5] = float("nan")
-    q = q.to(device)
-    rows = torch.empty(q.shape, dtype=torch.float16, device=device)
-    factor = torch.empty(16, device=device)
-    _fp16_rows_kernel[(1,)](rows, factor, q, 16, 64)
-    assert (factor > 0).all()
-    assert (factor.log2() == factor.log2().round()).all()
-    assert torch.equal(rows.isnan(), q.isnan())
-    back = rows.double() * factor.double()[:, None]
-    error = (back - q.double()).abs().nan_to_num().amax(1)
-    size = q.double().abs().nan_to_num().amax(1)
-    assert (error <= size.clamp(min=2.0**-64) * 2.0**-25).all()
-    largest = rows.abs().nan_to_num().amax(1)
-    assert (((largest >= 1) & (largest < 2)) == (size >= 2.0**-64)).all()
-
-
-# -- the cache write ------------------------------------------------------------------------------
-
-
-def stored(x, scale, dtype):
-    """Bytes that vLLM's own writer stores for ``x`` [tokens, heads, D]: divided, then rounded."""
-    scale = torch.ones(()) if scale is None else scale.cpu()
-    x = x.float().cpu()
-    return saturated(x / (scale if scale.numel() == 1 else scale[:, None]), dtype)
-
-
-@pytest.mark.parametrize("model_dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scales", ["", "scalar", "head"])
-@pytest.mark.parametrize("layout", ["nhd", "cross_layer"])
-def test_cache_write_stores_the_nearest_bytes(model_dtype, dtype, scales, layout, device):
-    heads, head_dim, tokens = 3, 72, 37
-    case = Case((), heads, heads, head_dim, 16, kv_dtype=dtype, layout=layout, label="write")
-    kv = empty_cache(case, 6, str(device))
-    gen = torch.Generator().manual_seed(0)
-    slots = torch.randperm(6 * 16, generator=gen)[:tokens]
-    slots[[3, 20, 36]] = -1
-    fused = torch.randn(tokens + 5, 9, head_dim, generator=gen) * 10
-    fused[:, :, 0] *= 1e3  # saturates
-    fused[:, :, 1] *= 1e-4  # subnormal
-    fused[5, 3], fused[6, 6] = torch.inf, torch.nan
-    fused = fused.to(device, model_dtype)
-    key, value = fused[:, 2:5], fused[:, 5:8]
-    k_scale = v_scale = None
-    if scales == "scalar":
-        k_scale, v_scale = (torch.tensor(x, device=device) for x in (0.3, 1.7))
-    elif scales == "head":
-        k_scale, v_scale = (torch.tensor([0.3, 1.7, 0.011], device=device) * x for x in (1, 3))
-    memory = torch.as_strided(
-        kv.view(torch.uint8), (kv.untyped_storage().nbytes(),), (1,), 0
-    )  # the whole buffer, so that bytes between the views are watched too
-    before = memory.clone()
-    k_cache, v_cache = kv.view(torch.uint8).split(head_dim, -1)
-    write_kv_cache(
-        k_cache, v_cache, key, value, slots.to(device), fp8_format=fp8_format(dtype, device),
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
-    expected_k, expected_v = stored(key, k_scale, dtype), stored(value, v_scale, dtype)
-    nan_byte = torch.tensor(float("nan")).to(dtype).view(torch.uint8).item()
-    for token, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
-        page, row = divmod(slot, 16)
-        for cache, expected in ((k_cache, expected_k), (v_cache, expected_v)):
-            got, wanted = cache[page, :, row].cpu(), expected[token].view(torch.uint8)
-            is_nan = expected[token].float().isnan()
-            assert got.view(dtype).float()[is_nan].isnan().all()
-            assert torch.equal(got[~is_nan], wanted[~is_nan])
-            cache[page, :, row] = nan_byte
-    assert torch.equal(memory, before), "bytes of no slot were written"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"fp8_format": "e3m4"}, "fp8_format='e3m4'; accepted: '', 'e4m3', 'e5m2'"),
-        ({"fp8_format": ""}, "k_cache is torch.uint8 with fp8_format=''"),
-        ({"k_scale": torch.ones(2)}, r"k_scale is torch.float32 \(2,\).*1 or 3 elements"),
-        ({"v_scale": torch.ones(1).half()}, "v_scale is torch.float16"),
-        ({"k_scale": torch.ones(6)[::2]}, "k_scale is .*contiguous"),
-    ],
-)
-def test_cache_writes_that_make_no_sense_are_named(change, named, device):
-    cache = torch.zeros(2, 3, 16, 64, dtype=torch.uint8, device=device)
-    key = torch.ones(4, 3, 64, device=device)
-    slots = torch.arange(4, device=device)
-    change = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
-    with pytest.raises(ValueError, match=named):
-        write_kv_cache(cache, cache, key, key, slots, **{"fp8_format": "e4m3_bits"} | change)
-    with pytest.raises(ValueError, match=r"k_scale is given for a cache that is not fp8"):
-        write_kv_cache(cache.float(), cache.float(), key, key, slots, k_scale=key[0, 0, :1])
-
-
-# -- attention ------------------------------------------------------------------------------------
 
 AROUND_A_PAGE = ((1, 0), (1, 62), (1, 63), (1, 64), (0, 0), (1, 200))
 MIXED = ((20, 0), (1, 300), (5, 64), (0, 0), (40, 100))
@@ -379,6 +184,24 @@ def test_small_weights_of_many_keys_count(query_len, device):
     torch.testing.assert_close(out[rows].float(), expected[rows], rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("query_len", [1, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_maxima_that_rise_slowly(query_len, head_dim, device):
+    """By somewhat less than 2**8 from tile to tile: weights stay within fp16 all the same."""
+    keys = 300
+    case = Case(((query_len, keys - query_len),), 2, 1, head_dim, dtype=BF16, kv_dtype=E4M3)
+    batch = make_batch(case, device)
+    for i, page in enumerate(batch.block_table[0, : -(-keys // case.page_size)].tolist()):
+        first = i * case.page_size
+        ramp = torch.arange(first, min(first + case.page_size, keys), device=device)
+        rows = batch.k_cache[page, 0, : len(ramp)]
+        rows.copy_(torch.zeros(rows.shape, device=device).to(E4M3))
+        rows[:, 0].copy_(ramp.float().to(E4M3))
+    batch.q[: batch.num_tokens] = 0.0
+    batch.q[: batch.num_tokens, :, 0] = 7 * math.log(2) / 64 * head_dim**0.5
+    check(batch, *run(batch, device))
+
+
 @pytest.mark.parametrize("query_len", [1, 20])
 @pytest.mark.parametrize("size", [2.0**22, 2.0**27, 2.0**31])
 def test_huge_logits_pick_one_key(query_len, size, device):
@@ -416,9 +239,7 @@ def test_bad_caches_are_named(device):
         run(batch, device, kv_cache=batch.kv_cache.to(BF16))
     with pytest.raises(PlanMismatch, match=r"k cache is torch.float8_e5m2.*float8_e4m3fn, uint8"):
         run(batch, device, kv_cache=batch.kv_cache.view(E5M2))
-    with pytest.raises(
-        UnsupportedConfig, match=r"kv_dtype=torch.float16; accepted: bfloat16, float8"
-    ):
+    with pytest.raises(UnsupportedConfig, match=r"kv_dtype=torch.float16; accepted: bfloat16"):
         make_attention(case, device, kv_dtype=FP16)
     with pytest.raises(UnsupportedConfig, match=r"kv_dtype=torch.uint8"):
         make_attention(case, device, kv_dtype=torch.uint8)
@@ -432,3 +253,24 @@ def test_geometry_knows_the_caches_bytes():
     assert policy.Geometry(8, 2, 128, 64, 2, 1).kv_element_size == 1
     with pytest.raises(UnsupportedConfig, match=r"kv_element_size=4.*1 .fp8. and 2"):
         policy.Geometry(8, 2, 128, 64, 2, 4)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("page_size", [16, 48, 64, 128, 528])
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+def test_tiles_suit_a_cache_of_bytes(arch, page_size, head_dim):
+    memory = {80: 163, 89: 99, 90: 227, 100: 227}[arch] * 1024
+    device = policy.Device(arch, 132, memory)
+    plain, fp8 = (
+        policy.choose(policy.Geometry(32, 8, head_dim, page_size, 2, size), device)
+        for size in (2, 1)
+    )
+    for tiles in (fp8.prefill, fp8.decode):
+        assert policy.shared_memory(tiles, fp8.geometry) <= memory
+        assert tiles.use_tma <= (arch >= 90 and page_size % tiles.block_n == 0)
+        assert tiles.block_m >= fp8.geometry.group_size
+    # Whole pages stay whole tiles.
+    if plain.decode.use_tma:
+        assert fp8.decode.use_tma
+    if arch >= 90 and page_size == 128 and head_dim == 128:
+        assert fp8.decode.block_n == 128

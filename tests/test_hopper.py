@@ -31,7 +31,7 @@ def compiled(variants, folder, old_triton=False):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONSAFEPATH"] = "1"
     if old_triton:
-        # Before what is there: the checkout may be on the path and not installed.
+        # Before what is there: the path may be what leads to this checkout.
         paths = [str(OLD_TRITON), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     job = folder / "variants.json"
@@ -219,7 +219,7 @@ HOPPER = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
         ((32, 8, 128, 64, 2, 1), {}, "1 bytes an element of the cache"),
         ((32, 8, 128, 64, 2), {"arch": 100}, "capability 10.0"),
         ((32, 8, 128, 64, 2), {"arch": 80}, "capability 8.0"),
-        ((32, 8, 128, 64, 2), {"gluon": False}, "interpreter"),
+        ((32, 8, 128, 64, 2), {"interpreted": True}, "interpreter"),
     ],
 )
 def test_the_policy_says_why_not(geometry, device, reason):

@@ -11,7 +11,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import launch
-from tilewise.kernels.launch import Launcher, _kind
+from tilewise.kernels.launch import Descriptors, Launcher, _kind
 
 
 class Compiled:
@@ -140,3 +140,33 @@ def test_a_kind_is_at_least_as_fine_as_tritons_specialisation():
             seen += 1
             assert _kind(a) != _kind(b), (a, b)
     assert seen > 100
+
+
+def test_descriptors_are_like_those_made_singly():
+    made = []
+
+    def make(x, shape, strides, block):
+        made.append(x)
+        return TensorDescriptor(x, shape, strides, block)
+
+    describe = Descriptors(make)
+    memory = torch.zeros(40, 4, 64, 64)
+    views = [memory[:n] for n in (40, 7, 7, 1)] + [memory[:, :, :16], memory.transpose(1, 2)]
+    for x in views:
+        ours, theirs = describe(x, (1, 1, 16, 64)), TensorDescriptor.from_tensor(x, [1, 1, 16, 64])
+        assert ours.base is x
+        assert ours.shape == list(theirs.shape)
+        assert ours.block_shape == theirs.block_shape
+        if x.shape[0] > 1:
+            assert ours.strides == list(theirs.strides)
+        assert _kind(ours) == _kind(theirs)
+    assert len(made) == 4
+    assert all(template.base is None for template in describe._templates.values())
+
+
+def test_singleton_axes_may_have_any_stride():
+    x = torch.zeros(64).as_strided((1, 1, 2, 16), (3, 5, 16, 1))
+    describe = Descriptors(lambda *args: TensorDescriptor(*args))
+    assert describe(x, (1, 1, 2, 16)).strides == [16, 16, 16, 1]
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        describe(torch.zeros(64).as_strided((2, 1, 2, 16), (3, 5, 16, 1)), (1, 1, 2, 16))

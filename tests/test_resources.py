@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from tilewise import device
+from tilewise.arch import ARCHITECTURES
 from tilewise.bench import resources
 from tilewise.bench.resources import Variant, occupancy, parser, variants
 
@@ -128,16 +131,28 @@ def test_the_gluon_kernel_with_what_layers_ask_of_it():
 
 def test_fp8_caches():
     done = run(
-        "--kv-cache-dtype", "fp8", "--arch", "sm_80", "sm_90", "--head-size", "128",
+        "--kv-cache-dtype", "fp8", "--arch", "sm_80", "sm_89", "sm_90", "--head-size", "128",
         "--kernel", "decode", "cache_write", "plan", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["variants"]
-    # GPUs before sm_89 have no instruction for it.
+    # GPUs before sm_89 have no instruction for it, and on that one Triton would round twice.
     assert [(r["kernel"], r["arch"], r["features"]) for r in rows] == [
         ("decode", 80, "e4m3_bits"), ("cache_write", 80, "e4m3_bits"), ("plan", 80, ""),
+        ("decode", 89, "e4m3"), ("cache_write", 89, "e4m3_bits"), ("plan", 89, ""),
         ("decode", 90, "e4m3"), ("cache_write", 90, "e4m3"), ("plan", 90, ""),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+def test_fp8_caches_are_compiled_as_they_are_run(arch, monkeypatch):
+    monkeypatch.setattr(device, "describe", lambda _: ARCHITECTURES[arch])
+    chosen = device.fp8_format.__wrapped__  # past the memory of earlier answers
+    gpu = torch.device("cuda", 0)
+    for name, dtype in (("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        for kernel in ("decode", "prefill", "cache_write"):
+            expected = chosen(dtype, gpu, write=kernel == "cache_write")
+            assert resources._kv_format(name, arch, kernel) == expected
 
 
 def test_a_table_with_features_and_what_cannot_be():

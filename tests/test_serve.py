@@ -56,6 +56,7 @@ class Served:
     log: str
     metrics_at_start: str
     metrics_before_bench: str
+    side_metrics: str
     watched: Watched | None
 
 
@@ -121,7 +122,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def served(model, tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
-    port, log = free_port(), folder / "server.log"
+    port, side, log = free_port(), free_port(), folder / "server.log"
     url = f"http://127.0.0.1:{port}"
     command = [
         *VLLM, "serve", str(model), "--served-model-name", "tiny",
@@ -131,8 +132,9 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
     ]  # fmt: skip
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=engine_environment(), stdout=out, stderr=subprocess.STDOUT
-        )
+            command, env=engine_environment() | {"TILEWISE_METRICS_PORT": str(side)}, stdout=out,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
     prometheus = None
     try:
         wait_until_up(url, server, log)
@@ -154,6 +156,7 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
         before_bench = settled_metrics(f"{url}/metrics")
         bench = run_bench(url, model, folder)
         metrics = settled_metrics(f"{url}/metrics")
+        side_metrics = fetch(f"http://127.0.0.1:{side}/metrics")
         watched = None
         if prometheus is not None:
             steps = metric(metrics, "tilewise_steps_total")
@@ -167,7 +170,7 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
             server.wait()
     yield Served(
         completions, chat_answer, bench, metrics, exit_code, log.read_text(), at_start,
-        before_bench, watched,
+        before_bench, side_metrics, watched,
     )  # fmt: skip
     if prometheus is not None:
         prometheus.stop()
@@ -300,6 +303,11 @@ def test_counters_move_as_the_bench_says(served):
     # Not fewer than a lonely request takes, not more than all of them one after the other.
     assert 4 * BENCH_PROMPTS / 2 <= steps <= answer + requests
     assert moved(before, after, "tilewise_kernel_launches_total", 'kernel="plan"') == steps
+
+
+def test_the_side_port_shows_the_same(served):
+    assert dict(samples(served.side_metrics)) == dict(samples(served.metrics))
+    assert "vllm:" not in served.side_metrics
 
 
 def test_the_server_says_what_it_is(served):

@@ -13,10 +13,10 @@ from typing import Any
 from tilewise.bench.cases import CASES
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-PEERS = ("fa3", "flashinfer", "triton_attn")
 HEADINGS = {
-    "tilewise": "tilewise", "tilewise_p16": "tilewise, pages of 16", "fa3": "FLASH_ATTN (FA3)",
-    "flashinfer": "FLASHINFER", "triton_attn": "TRITON_ATTN",
+    "tilewise": "tilewise", "tilewise_plain": "plain Triton only", "tilewise_p16": "pages of 16",
+    "fa3": "FLASH_ATTN (FA3)", "fa3_best": "FA3 at its best", "flashinfer": "FLASHINFER",
+    "triton_attn": "TRITON_ATTN", "cudnn": "cuDNN",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ SAMPLE_EVERY = 256
 SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
 PATHS = ("decode", "prefill", "mixed")
-KERNELS = ("plan", "prefill", "decode", "cache_write")
+KERNELS = ("plan", "prefill", "hopper_prefill", "decode", "cache_write")
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.
 _BEFORE_SERVING = frozenset(
@@ -168,7 +168,9 @@ class CompilationCounter:
         """Take note of one kernel that was compiled or found in Triton's cache."""
         module = getattr(getattr(src, "fn", None), "__module__", "")
         if module.startswith("tilewise."):
-            counters.add("compilations", phase=_phase(), cached="true" if cache_hit else "false")
+            # Of a warm-up too, whose launches do not count.
+            cached = "true" if cache_hit else "false"
+            counters.add("compilations", always=True, phase=_phase(), cached=cached)
         if self._before is not None:
             self._before(src=src, cache_hit=cache_hit, **others)
 

@@ -171,6 +171,8 @@ def _compile_attention(
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
+    else:
+        constants["BLOCK_Q"] = config.prefill_block_q
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
 
 

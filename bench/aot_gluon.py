@@ -52,7 +52,8 @@ def compile_prefill(
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
         return f"tensordesc<{dtype}{block},{layout!r}>"
 
-    rows = descriptor([64 // group_size, group_size, head_dim])
+    group_pad = policy.next_power_of_2(group_size)
+    rows = descriptor([64 // group_pad, group_pad, head_dim])
     page = descriptor([1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
     signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
@@ -60,8 +61,9 @@ def compile_prefill(
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
-        "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
-        "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
+        "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
+        "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
+        "STAGES": chosen.num_stages,
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")

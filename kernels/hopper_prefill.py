@@ -2,6 +2,8 @@
 
 The maths, the tile list and the packing of a KV head's query heads into rows are those of
 ``tilewise.kernels.prefill``, its plain twin; a tile has 128 rows here, 64 for each warpgroup.
+Groups of query heads are padded to a power of two: the copies bring the next group's heads along,
+whose rows are computed for nothing and not stored.
 
 * ``_producer`` (one warp) takes tile numbers from an atomic counter, heaviest tiles first, and
   brings Q, then K and V from the last key block to the first, with bulk tensor copies into rings
@@ -17,6 +19,7 @@ The maths, the tile list and the packing of a KV head's query heads into rows ar
 """
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -101,13 +104,14 @@ def _block_pages(
 def _producer(
     q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
     tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Announce tiles and copy their Q, K and V until the counter runs out."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE  # of one warpgroup
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD  # of one warpgroup
     num_programs = gl.num_programs(0)
     num_tiles = gl.load(header_ptr)
     total = num_tiles * NUM_KV_HEADS
@@ -216,12 +220,12 @@ def _rescale(acc, alpha):
 
 @gluon.jit
 def _mask(
-    s, first_pos, start, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
+    s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
 ):
     """Keep keys up to each row's own position, with a window the last ones of these."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    pos = gl.expand_dims(first_pos + row // GROUP_SIZE, 1)
+    pos = gl.expand_dims(first_pos + row // GROUP_PAD, 1)
     seen = gl.expand_dims(key, 0) <= pos
     if WINDOW:
         seen = seen & (gl.expand_dims(key, 0) > pos - WINDOW)
@@ -264,42 +268,58 @@ def _clear_rows(pages_s, stage, begin, end, BLOCK_N: gl.constexpr, HEAD_DIM: gl.
 
 
 @gluon.jit
+def _store_each(
+    base, out, rows_left, stride_o_t, stride_o_h,
+    GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+):  # fmt: skip
+    """Write the rows that belong to the request and to this group's heads."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+    d = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    offset = row // GROUP_PAD * stride_o_t + row % GROUP_PAD * stride_o_h
+    ok = (row // GROUP_PAD < rows_left) & (row % GROUP_PAD < GROUP_SIZE)
+    pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
+    gl.store(pointers, out, mask=gl.expand_dims(ok, 1))
+
+
+@gluon.jit
 def _store_rows(
     out_ptr, lse_ptr, out_desc, acc, m, sums, row_token, rows_left, kv_head, o_s, o_token_s,
     stride_o_t, stride_o_h, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write one warpgroup's rows: by bulk copy if all belong to the request, else row by row."""
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    """Write one warpgroup's rows: by bulk copy if all are the request's own, else row by row."""
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
     out = acc.to(out_ptr.dtype.element_ty)
-    if rows_left >= TOKENS:
-        o_s.store(out)
-        fence_async_shared()
-        _partition_barrier()
-        _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
+    base = out_ptr + row_token.to(gl.int64) * stride_o_t
+    base += kv_head.to(gl.int64) * GROUP_SIZE * stride_o_h
+    if GROUP_PAD == GROUP_SIZE:
+        if rows_left >= TOKENS:
+            o_s.store(out)
+            fence_async_shared()
+            _partition_barrier()
+            _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
+        else:
+            _store_each(base, out, rows_left, stride_o_t, stride_o_h, GROUP_SIZE, GROUP_PAD)
     else:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
-        offset = row // GROUP_SIZE * stride_o_t + row % GROUP_SIZE * stride_o_h
-        base = out_ptr + row_token.to(gl.int64) * stride_o_t
-        base += kv_head.to(gl.int64) * GROUP_SIZE * stride_o_h
-        ok = gl.expand_dims(row // GROUP_SIZE < rows_left, 1)
-        pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
-        gl.store(pointers, out, mask=ok)
+        _store_each(base, out, rows_left, stride_o_t, stride_o_h, GROUP_SIZE, GROUP_PAD)
     if HAS_LSE:
         heads: gl.constexpr = NUM_KV_HEADS * GROUP_SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, m.type.layout.parent))
         base = lse_ptr + row_token.to(gl.int64) * heads + kv_head * GROUP_SIZE
         lse = gl.where(sums != 0.0, (m + gl.log2(sums)) * 0.6931471805599453, float("-inf"))
-        offset = row // GROUP_SIZE * heads + row % GROUP_SIZE
-        gl.store(base + offset, lse, mask=row // GROUP_SIZE < rows_left)
+        offset = row // GROUP_PAD * heads + row % GROUP_PAD
+        ok = (row // GROUP_PAD < rows_left) & (row % GROUP_PAD < GROUP_SIZE)
+        gl.store(base + offset, lse, mask=ok)
 
 
 @gluon.jit
-def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr):
+def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr):
     """Give each row's sum its head's sink; return the maximum, the sum, the weights' factor."""
     row = gl.arange(0, ROWS, m.type.layout)
-    sink = gl.load(sinks_ptr + kv_head * GROUP_SIZE + row % GROUP_SIZE).to(gl.float32)
+    head = row % GROUP_PAD
+    sink = gl.load(sinks_ptr + kv_head * GROUP_SIZE + head, mask=head < GROUP_SIZE, other=0.0)
+    sink = sink.to(gl.float32)
     sink = sink * 1.4426950408889634
     m_new = gl.maximum(m, sink)
     factor = gl.exp2(m - m_new)
@@ -307,9 +327,9 @@ def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_SIZE: gl.constexpr):
+def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr):
     """The fields of tile number ``done``, as this warpgroup sees them; 0 blocks after the last."""
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
     slot = done & 1
     mbarrier.wait(t_full.index(slot), (done >> 1) & 1)
     row_token = _field(tile_s, slot, 0, 4) + GROUP * TOKENS
@@ -327,7 +347,8 @@ def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_SIZE: g
 def _consumer(
     out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s, tile_s,
     stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
@@ -337,7 +358,7 @@ def _consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
     # Blocks of a narrow window all touch an edge; a wide one has whole ones between its edges.
     PARTS: gl.constexpr = (1 if WINDOW < 4 * BLOCK_N else 3) if WINDOW else 2
     q = q_s.index(GROUP)
@@ -346,7 +367,7 @@ def _consumer(
     v_ring = 0
     done = 0
     row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
-        tile_s, t_full, t_empty, 0, GROUP, GROUP_SIZE
+        tile_s, t_full, t_empty, 0, GROUP, GROUP_PAD
     )
     while blocks > 0:
         stage = k_ring % STAGES
@@ -371,7 +392,7 @@ def _consumer(
 
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
-        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_SIZE, BLOCK_N, WINDOW)
+        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_PAD, BLOCK_N, WINDOW)
         m = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
         sums = _row_sums(p, BLOCK_N)
@@ -399,7 +420,7 @@ def _consumer(
                 s = warpgroup_mma_wait(1, deps=[s])
                 if part != 1:
                     start = (blocks - 1 - n) * BLOCK_N
-                    s = _mask(s, first_pos, start, GROUP_SIZE, BLOCK_N, WINDOW)
+                    s = _mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
                 p, m, sums, alpha = _softmax(s, m, sums, scale_log2, BLOCK_N)
                 k_ring += 1
                 v_ring += 1
@@ -428,19 +449,19 @@ def _consumer(
         total = gl.convert_layout(gl.sum(sums, 1), m_layout)
         factor = 1.0
         if sinks_ptr is not None:
-            m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE)
+            m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
             out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
             q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
-            NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
+            NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(GROUP))
         done += 1
         row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
-            tile_s, t_full, t_empty, done, GROUP, GROUP_SIZE
+            tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
         )
 
 
@@ -460,19 +481,20 @@ def _hopper_prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, out_desc, q_desc, k_desc, v_desc, query_start_loc_ptr,
     seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr,
     scale_log2, stride_o_t, stride_o_h, stride_bt_b,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    TOKENS: gl.constexpr = ROWS // GROUP_SIZE
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
     PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
     SLABS: gl.constexpr = HEAD_DIM // 64
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
-    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_SIZE, HEAD_DIM], q_desc.layout)
+    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_PAD, HEAD_DIM], q_desc.layout)
     q_s = q_token_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
@@ -491,19 +513,19 @@ def _hopper_prefill_kernel(
         [
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
-                tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
-                tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
-                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
-                PAGE_SIZE, WINDOW, BLOCK_N, STAGES,
+                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],
@@ -559,7 +581,8 @@ def hopper_prefill_attention(
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
-    rows = (64 // group_size, group_size, head_dim)
+    group_pad = triton.next_power_of_2(group_size)
+    rows = (64 // group_pad, group_pad, head_dim)
     page = (1, 1, min(page_size, block_n), 64)
     args = (
         out, lse, logits.sinks, _describe(out, rows), _describe(q, rows),
@@ -569,7 +592,7 @@ def hopper_prefill_attention(
         block_table.stride(0),
     )  # fmt: skip
     constants = dict(
-        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
         STAGES=num_stages,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """FlashAttention-2 prefill: variable-length causal queries over the paged cache.
 
-One program owns ``BLOCK_M`` query rows of one KV head, ``BLOCK_Q = BLOCK_M // GROUP_SIZE``
-consecutive tokens times the ``GROUP_SIZE`` query heads that share it, and walks that request's
-keys once.  Tiles above the diagonal are never visited, nor are tiles left of the window; only
-tiles that touch one of these or the end of the sequence are masked.
+One program owns ``BLOCK_M`` query rows of one KV head, ``BLOCK_Q`` consecutive tokens (at most
+``BLOCK_M // GROUP_SIZE``) times the ``GROUP_SIZE`` query heads that share it, and walks that
+request's keys once.  Tiles above the diagonal are never visited, nor are tiles left of the window;
+only tiles that touch one of these or the end of the sequence are masked.
 Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
 """
 
@@ -54,6 +54,7 @@ def _prefill_kernel(
     HAS_LSE: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -82,7 +83,6 @@ def _prefill_kernel(
     seq_len = tl.load(seq_lens_ptr + req)
     context_len = seq_len - query_len
 
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
     rows = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     token = first_token + rows // GROUP_SIZE
@@ -188,6 +188,7 @@ def prefill_attention(
     *,
     window: int,
     max_tiles: int,
+    block_q: int,
     block_m: int,
     block_n: int,
     block_d: int,
@@ -230,7 +231,7 @@ def prefill_attention(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,

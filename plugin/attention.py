@@ -368,7 +368,7 @@ class PagedAttention:
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
-            block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
+            block_q=cfg.prefill_block_q, block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
         )  # fmt: skip

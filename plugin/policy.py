@@ -166,7 +166,10 @@ class Config:
     @property
     def prefill_block_q(self) -> int:
         """Query tokens of one prefill tile."""
-        return self.prefill.block_m // self.geometry.group_size
+        group = self.geometry.group_size
+        if self.hopper_prefill:
+            group = next_power_of_2(group)  # its boxes are powers of two
+        return self.prefill.block_m // group
 
 
 def next_power_of_2(n: int) -> int:
@@ -263,11 +266,21 @@ def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
         return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
     if geometry.head_dim not in _HOPPER_TILES:
         return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
-    if group & (group - 1) or group > HOPPER_ROWS // 2:
-        return f"group size {group} (accepted: powers of two to {HOPPER_ROWS // 2})"
+    if group > HOPPER_ROWS // 2:
+        return f"group size {group} (accepted: 1 to {HOPPER_ROWS // 2})"
     if page != 64 and page % _HOPPER_TILES[geometry.head_dim].block_n:
         return f"page_size {page} (accepted: 64 and multiples of 128)"
+    needed = _hopper_shared_memory(geometry.head_dim)
+    if needed > device.shared_memory:
+        return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
     return None
+
+
+def _hopper_shared_memory(head_dim: int) -> int:
+    """Bytes of the Gluon prefill's queries, blocks in flight and barriers."""
+    tiles = _HOPPER_TILES[head_dim]
+    rows = HOPPER_ROWS + 2 * tiles.num_stages * tiles.block_n
+    return rows * head_dim * 2 + 1024
 
 
 def _hopper_twin(geometry: Geometry) -> Tiles:

@@ -134,6 +134,10 @@ def _attention_constants(config, tiles, dtype):
     }  # fmt: skip
 
 
+def _pieces(config):
+    return {name.upper(): value for name, value in config.piece_constants.items()}
+
+
 def _aligned(signature):
     """Pointers and strides of real batches are multiples of 16; block_table rows need not be."""
     return [
@@ -151,6 +155,7 @@ def _compile_attention(kernel, config, dtype, arch, middle, features):
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
+        constants |= _pieces(config)
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps), tiles
 
 
@@ -185,7 +190,7 @@ def compile_plan(config, arch, max_reqs=1024):
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
-    }  # fmt: skip
+    } | _pieces(config)  # fmt: skip
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -229,6 +234,8 @@ def resources(kernel, config, dtype, arch, features=()):
     ptx = compiled.asm["ptx"]
     if config.window:
         features = (*features, f"window={config.window}")
+    if config.pieces:
+        features = tuple(dict.fromkeys((*features, "invariant")))
     return Resources(
         kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features), num_warps,
         registers, spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
@@ -258,7 +265,7 @@ def main():
     )  # fmt: skip
     parser.add_argument(
         "--features", nargs="*", default=[],
-        help=f"window=N, twin, sqrt, {', '.join((*FEATURES, *fp8.FORMATS[1:]))}",
+        help=f"window=N, twin, invariant, sqrt, {', '.join((*FEATURES, *fp8.FORMATS[1:]))}",
     )  # fmt: skip
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)
@@ -271,6 +278,8 @@ def main():
         kv_size = 1 if kv_format(features) else 0
         twin = "twin" in features
         config = configured(dtype, arch, head_dim, page_size, heads, sum(windows), kv_size, twin)
+        if "invariant" in features:
+            config = policy.batch_invariant(config)
         features = [f for f in features if f != "twin" and not f.startswith("window=")]
         print(json.dumps(asdict(resources(kernel, config, dtype, arch, features))), flush=True)
 

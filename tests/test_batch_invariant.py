@@ -133,15 +133,15 @@ def test_pieces_in_the_default_mode_are_none(device):
 # -- bits -----------------------------------------------------------------------------------------
 
 # Chunks after a cached prefix, decodes short and long, verification of drafts, no keys to speak of.
-REQUESTS = ((1, 1500), (20, 130), (1, 0), (5, 900), (0, 0), (1, 333), (16, 640), (40, 0))
+REQUESTS = ((1, 700), (20, 30), (1, 0), (5, 400), (0, 0), (1, 130))
 CASES = [
     Case(REQUESTS),
     Case(REQUESTS, dtype=BF16, page_size=16, layout="hnd"),
     Case(REQUESTS, window=70, sinks=1.0, dtype=BF16),
-    Case(REQUESTS, window=900, dtype=FP16),
+    Case(REQUESTS, window=300, dtype=FP16),
     Case(REQUESTS, num_q_heads=5, num_kv_heads=1, head_dim=128, softcap=5.0, alibi="linear"),
     Case(REQUESTS, dtype=BF16, kv_dtype=E4M3, kv_scales="head"),
-    Case(REQUESTS, dtype=BF16, kv_dtype=E4M3, kv_scales="tensor", page_size=16, window=700),
+    Case(REQUESTS, dtype=BF16, kv_dtype=E4M3, kv_scales="tensor", page_size=16, window=250),
     Case(REQUESTS, dtype=BF16, decode_query_len=5, num_q_heads=6, sinks=0.5),
     Case(REQUESTS, head_dim=256, num_q_heads=2, page_size=48),
 ]
@@ -201,18 +201,29 @@ def same(results, alone):
 def company(batch):
     """``run_some`` options: all, others before and after, other orders, padding."""
     some = [r for r, n in enumerate(batch.lens) if n]
-    shuffled = random.Random(0).sample(some, len(some))
     return [
         {"order": some},
         {"order": some[::-1], "pad_rows": 5, "pad_requests": 3},
-        {"order": shuffled, "blank": 2},
-        {"order": [some[0], some[3]], "pad_requests": 1},
-        {"order": [some[3], some[0]], "pad_rows": 64},
+        {"order": [some[3], some[0]], "blank": 2, "pad_rows": 64},
     ]
 
 
-@pytest.mark.parametrize("pieces", [Pieces(1, 64), Pieces(2, 5)], ids=["fine", "few"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+FINE, FEW = Pieces(1, 64), Pieces(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "pieces"),
+    [
+        *(pytest.param(case, FINE, id=f"{case}-fine") for case in (*CASES[2:3], *CASES[5:6])),
+        pytest.param(CASES[7], FEW, id=f"{CASES[7]}-few"),
+        *(
+            pytest.param(case, pieces, id=f"{case}-{name}", marks=pytest.mark.slow)
+            for case in CASES
+            for pieces, name in ((FINE, "fine"), (FEW, "few"))
+            if (case, name) not in ((CASES[2], "fine"), (CASES[5], "fine"), (CASES[7], "few"))
+        ),
+    ],
+)
 def test_bits_are_a_requests_own(case, pieces, device):
     batch = make_batch(case, device)
     room = {"max_num_reqs": 16, "max_num_tokens": 400}
@@ -220,11 +231,10 @@ def test_bits_are_a_requests_own(case, pieces, device):
     other = attention_of(case, device, pieces, workers=3, max_num_reqs=1000, max_num_tokens=900)
     some = [r for r, n in enumerate(batch.lens) if n]
     alone = {r: run_some(attn, batch, [r])[r] for r in some}
-    for options in company(batch):
-        for a in (attn, other):
-            poison_scratch(a)
-            results = run_some(a, batch, **options)
-            assert all(same(results, alone).values()), (options, same(results, alone))
+    for options, a in zip(company(batch), (attn, other, attn), strict=True):
+        poison_scratch(a)
+        results = run_some(a, batch, **options)
+        assert all(same(results, alone).values()), (options, same(results, alone))
     out = torch.zeros_like(batch.q)
     for r in some:
         out[batch.qsl[r] : batch.qsl[r + 1]] = alone[r][0]
@@ -236,12 +246,10 @@ def test_the_default_mode_does_depend_on_the_batch(device):
     case = CASES[0]
     batch = make_batch(case, device)
     attn = attention_of(case, device, None, workers=7, max_num_reqs=16, max_num_tokens=400)
-    long = [r for r, n in enumerate(batch.lens) if n > 300 and case.requests[r][0] <= 16]
+    long = [r for r, n in enumerate(batch.lens) if n > 200 and case.requests[r][0] <= 16]
     alone = {r: run_some(attn, batch, [r])[r] for r in long}
-    results = [run_some(attn, batch, **options) for options in company(batch)[:3]]
-    changed = {r for got in results for r, ok in same({r: got[r] for r in long}, alone).items()
-               if not ok}  # fmt: skip
-    assert changed
+    results = run_some(attn, batch, **company(batch)[0])
+    assert not all(same({r: results[r] for r in long}, alone).values())
 
 
 def test_items_are_folded_in_both_places(device):
@@ -256,17 +264,17 @@ def test_items_are_folded_in_both_places(device):
         return sum(any(w) and w[0] < item for w in plan.worker_record)
 
     assert owners(query_lens[:1], seq_lens[:1]) > 1
-    assert owners([1] * 40, seq_lens[:1] * 40) == 1
-    batch = make_batch(dataclasses.replace(case, requests=((1, 1500),) * 40), device)
+    assert owners([1] * 14, seq_lens[:1] * 14) == 1
+    batch = make_batch(dataclasses.replace(case, requests=case.requests[:1] * 14), device)
     attn = attention_of(case, device, pieces, workers=7, max_num_reqs=40, max_num_tokens=99)
-    alone = {r: run_some(attn, batch, [r])[r] for r in (0, 7, 39)}
-    results = run_some(attn, batch, list(range(40)))
+    alone = {r: run_some(attn, batch, [r])[r] for r in (0, 13)}
+    results = run_some(attn, batch, list(range(14)))
     assert all(same({r: results[r] for r in alone}, alone).values())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 64])
 def test_any_number_of_workers_gives_the_same_bits(workers, device):
-    case, pieces = Case(((1, 1100), (3, 777), (1, 90))), Pieces(1, 64)
+    case, pieces = Case(((1, 500), (3, 377), (1, 90))), Pieces(1, 64)
     batch = make_batch(case, device)
     reference = run_some(attention_of(case, device, pieces, workers=3), batch, [0, 1, 2])
     results = run_some(attention_of(case, device, pieces, workers=workers), batch, [0, 1, 2])
@@ -278,7 +286,7 @@ def test_any_number_of_workers_gives_the_same_bits(workers, device):
     [
         Case(((24, -5), (9, -4), (1, 500))),
         Case(((24, -5), (9, -4), (1, 500)), window=100, sinks=1.0),
-        Case(((1, 0), (1, 511), (1, 512), (1, 513), (2, 2000)), pad_requests=3, dtype=BF16),
+        Case(((1, 0), (1, 511), (1, 512), (1, 513), (2, 1100)), pad_requests=3, dtype=BF16),
     ],
     ids=str,
 )
@@ -323,10 +331,11 @@ def test_g_bits_of_long_requests(case, rows, device):
     """Pieces of real size on every SM: alone, among many, in reverse, and again."""
     lens = (30000, 7, 513, 4000, 12345, 511, 9000, 2048)
     case = dataclasses.replace(
-        case, requests=tuple((rows, n) for n in lens) + ((300, 1000),), decode_query_len=rows
+        case, requests=(*((rows, n) for n in lens), (300, 1000)), decode_query_len=rows
     )
     batch = make_batch(case, device)
-    attn = make_attention(case, device, batch_invariant=True, max_num_reqs=256)
+    room = {"max_num_reqs": 256, "max_num_tokens": 2000}
+    attn = make_attention(case, device, batch_invariant=True, **room)
     order = list(range(len(case.requests)))
     alone = {r: run_some(attn, batch, [r])[r] for r in order}
     for repeat in range(20):
@@ -352,7 +361,7 @@ def test_g_a_graph_replays_the_bits(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attn.run(batch.q, batch.kv_cache, out=out, plan=plan)
-    for lens in ((9001, 701, 41), (5, 701, 3000), (9001, 9, 41)):
+    for lens in ((9001, 701, 41), (5, 701, 41), (9001, 9, 41)):
         plan.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         attn.plan(plan.query_start_loc, plan.seq_lens, plan.block_table, num_tokens=3,
                   max_query_len=1)  # fmt: skip

@@ -82,9 +82,7 @@ def _snap(
     items = tl.maximum(tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M), 1) * NUM_KV_HEADS
     length = tl.maximum((end - begin) // items, 1)  # units of one item
     item_unit = begin + (unit - begin) // length * length
-    cut = next_cut(
-        unit - item_unit, length, length - ITEM_OVERHEAD, PIECE_TILES, MAX_PIECES
-    )
+    cut = next_cut(unit - item_unit, length, length - ITEM_OVERHEAD, PIECE_TILES, MAX_PIECES)
     return tl.where(inside, item_unit + cut, total)
 
 

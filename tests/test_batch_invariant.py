@@ -181,9 +181,7 @@ def run_some(attn, batch, order, pad_rows=0, pad_requests=0, blank=0):
     out, lse = attn.run(q, batch.kv_cache, return_lse=True, **batch.features)
     assert not attn._arrivals.any(), "arrival counters must be zero between launches"
     starts = dict(zip(order, qsl[blank:], strict=False))
-    return {
-        r: (out[a : a + query_lens[r]], lse[a : a + query_lens[r]]) for r, a in starts.items()
-    }
+    return {r: (out[a : a + query_lens[r]], lse[a : a + query_lens[r]]) for r, a in starts.items()}
 
 
 def same(results, alone):
@@ -370,5 +368,3 @@ def test_g_a_graph_replays_the_bits(device):
         for r, n in enumerate(lens):
             if n == batch.lens[r]:
                 assert torch.equal(out[r], alone[r][0][0]), (lens, r)
-
-

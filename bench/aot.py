@@ -147,6 +147,10 @@ def _attention_constants(config: policy.Config, tiles: policy.Tiles, dtype: str)
     }  # fmt: skip
 
 
+def _pieces(config: policy.Config) -> dict[str, Any]:
+    return {name.upper(): value for name, value in config.piece_constants.items()}
+
+
 def _aligned(signature: Mapping[str, str]) -> list[str]:
     """Pointers and strides of real batches are multiples of 16; block_table rows need not be."""
     return [
@@ -171,6 +175,7 @@ def _compile_attention(
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
+        constants |= _pieces(config)
     else:
         constants["BLOCK_Q"] = config.prefill_block_q
     return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
@@ -211,7 +216,7 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
-    }  # fmt: skip
+    } | _pieces(config)  # fmt: skip
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -271,6 +276,8 @@ def resources(
     ptx = compiled.asm["ptx"]
     if config.window:
         features = (*features, f"window={config.window}")
+    if config.pieces:
+        features = tuple(dict.fromkeys((*features, "invariant")))
     return Resources(
         kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features),
         threads(compiled),

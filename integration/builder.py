@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
@@ -107,6 +108,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             device=device,
             decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
             window=_group_window(kv_cache_spec, impls),
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         start_up.watch(self, layers)
@@ -117,7 +119,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
             "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s cache in "
-            "pages of %d tokens, %.1f MiB of workspace",
+            "pages of %d tokens, %.1f MiB of workspace%s",
             len(layer_names),
             num_q_heads,
             kv_cache_spec.num_kv_heads,
@@ -126,6 +128,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             self.attn.kv_dtype,
             kv_cache_spec.block_size,
             self.attn.workspace_bytes / 2**20,
+            ", batch-invariant" if self.attn.batch_invariant else "",
         )
         self.steps = StepMetrics(self.attn.config)
         describe_process()

@@ -125,6 +125,9 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         total += units
         items += count
     active = policy.active_workers(total, items, config)
+    if config.pieces is not None:
+        lengths = (length for _, _, length in spans[:SAMPLE_REQUESTS])
+        return [config.pieces.count(length - config.item_overhead) for length in lengths]
 
     def workers(first: int, length: int) -> int:
         last = policy.owner(first + length - 1, total, active)

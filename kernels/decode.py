@@ -7,6 +7,7 @@ reads the same amount, and the launch geometry never depends on the lengths (so 
 serves all of them).  Under a sliding window the line holds the window's tiles only.  An item, one
 (request, KV head, query tile), that several workers share leaves fp32 partials in scratch; the
 last of them to arrive merges the pieces in their order, so results repeat from run to run.
+Batch-invariant mode cuts and merges by another rule: see ``tilewise.kernels.pieces``.
 
 Sources: Dao et al., Flash-Decoding (2023); Osama et al., Stream-K (2023), for the even ranges.
 """
@@ -21,6 +22,7 @@ from tilewise.kernels.attend import attend, window_ranges
 from tilewise.kernels.fp8 import fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
+from tilewise.kernels.pieces import gather_pieces, piece_at
 
 
 @triton.jit
@@ -126,12 +128,14 @@ def _decode_kernel(
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
     V_PAIRS: tl.constexpr,
+    PIECE_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + causal mask) v for short queries; grid = (workers,).
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
-    the values' views are of uint16 (``attend``).
+    the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
     """
     worker = tl.program_id(0)
     record = worker_record_ptr + worker * 8
@@ -149,6 +153,7 @@ def _decode_kernel(
     total = tl.load(header_ptr + 2)
     rows = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
+    stretch_begin = cursor
 
     while cursor < stretch_end:
         if cursor >= req_end:
@@ -171,8 +176,13 @@ def _decode_kernel(
         # This stretch's part of the item, in units, then in key tiles (perhaps none).
         begin = local - item * length
         end = tl.minimum(length, begin + stretch_end - cursor)
-        lo = (begin.to(tl.int64) * tiles_n // length).to(tl.int32)
-        hi = (end.to(tl.int64) * tiles_n // length).to(tl.int32)
+        if MAX_PIECES:
+            piece, pieces, lo, hi, end = piece_at(
+                begin, end, length, tiles_n, PIECE_TILES, MAX_PIECES
+            )
+        else:
+            lo = (begin.to(tl.int64) * tiles_n // length).to(tl.int32)
+            hi = (end.to(tl.int64) * tiles_n // length).to(tl.int32)
         if WINDOW:
             # The plan's line starts at the first key that the request's first token sees.
             skipped = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // BLOCK_N
@@ -253,7 +263,15 @@ def _decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
 
         complete = True
-        if end - begin < length:
+        if MAX_PIECES:
+            item_unit = cursor - begin
+            acc, m_i, l_i, complete = gather_pieces(
+                acc, m_i, l_i, partial_acc_ptr, partial_m_ptr, partial_l_ptr, arrivals_ptr, worker,
+                _owner(item_unit, total, active), piece, pieces, item_unit, item_unit + length,
+                item_unit + end, stretch_begin, stretch_end, rows, offs_d, row_ok,
+                MAX_PIECES, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        elif end - begin < length:
             slot = (2 * worker + tl.where(begin == 0, 1, 0)).to(tl.int64)
             acc_ptrs = (
                 partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
@@ -328,6 +346,8 @@ def decode_attention(
     num_stages: int,
     tail_stages: int,
     use_tma: bool,
+    piece_tiles: int = 0,
+    max_pieces: int = 0,
 ) -> None:
     """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
 
@@ -343,15 +363,19 @@ def decode_attention(
         The batch, as vLLM passes it.
     header, cu_work, worker_record : Tensor, int32
         The plan (``tilewise.kernels.plan``): totals, units before each request, worker's starts.
-    partial_acc : Tensor[2 * num_workers, block_m, block_d], fp32
-    partial_m, partial_l : Tensor[2 * num_workers, block_m], fp32
-        Scratch for items that several workers share.
+    partial_acc : Tensor[slots, block_m, block_d], fp32
+    partial_m, partial_l : Tensor[slots, block_m], fp32
+        Scratch for items that several workers share: ``2 * num_workers`` slots, or
+        ``(max_pieces + 1) * num_workers`` with pieces.
     arrivals : Tensor[num_workers], int32
         Zero before and after every launch.
     logits : Logits
         What is done to products before the softmax.
     window : int
         Keys a query may see, itself included; 0 for all.  The plan must have been made for it.
+    piece_tiles, max_pieces : int
+        Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
+        The plan must have been made for them.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     v_pairs = _values_pair_up(kv, block_d)
@@ -372,5 +396,6 @@ def decode_attention(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
+        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
     _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps)

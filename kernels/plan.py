@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.launch import Launcher
+from tilewise.kernels.pieces import next_cut
 
 HEADER_SIZE = 5
 COUNTERS = 3
@@ -56,6 +57,35 @@ def _active_workers(
     return tl.where(take_whole, whole, lo)
 
 
+@triton.jit
+def _snap(
+    unit,
+    total,
+    cu_work_ptr,
+    query_start_loc_ptr,
+    num_reqs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DECODE_BLOCK_M: tl.constexpr,
+    ITEM_OVERHEAD: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    PIECE_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+):
+    """The first end of a piece from each ``unit`` on."""
+    inside = unit < total
+    req = _find_request(cu_work_ptr, unit, num_reqs, inside, SEARCH_STEPS)
+    begin = tl.load(cu_work_ptr + req, mask=inside, other=0)
+    end = tl.load(cu_work_ptr + req + 1, mask=inside, other=0)
+    query_end = tl.load(query_start_loc_ptr + req + 1, mask=inside, other=0)
+    query_len = query_end - tl.load(query_start_loc_ptr + req, mask=inside, other=0)
+    items = tl.maximum(tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M), 1) * NUM_KV_HEADS
+    length = tl.maximum((end - begin) // items, 1)  # units of one item
+    item_unit = begin + (unit - begin) // length * length
+    cut = next_cut(unit - item_unit, length, length - ITEM_OVERHEAD, PIECE_TILES, MAX_PIECES)
+    return tl.where(inside, item_unit + cut, total)
+
+
 _VARYING = ["num_reqs", "max_tiles", "query_start_loc_ptr", "seq_lens_ptr"]
 
 
@@ -86,6 +116,8 @@ def _plan_kernel(
     BLOCK_W: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     WINDOW: tl.constexpr,
+    PIECE_TILES: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
 ):
     """Prefix sums over requests, then one entry per tile and per worker; grid = (1,)."""
     offs_r = tl.arange(0, BLOCK_R)
@@ -132,7 +164,19 @@ def _plan_kernel(
     unit = (worker * total.to(tl.int64) // divisor).to(tl.int32)
     unit_end = ((worker + 1) * total.to(tl.int64) // divisor).to(tl.int32)
     busy = worker < active
+    if MAX_PIECES:
+        unit = _snap(
+            unit, total, cu_work_ptr, query_start_loc_ptr, num_reqs, NUM_KV_HEADS, GROUP_SIZE,
+            DECODE_BLOCK_M, ITEM_OVERHEAD, SEARCH_STEPS, PIECE_TILES, MAX_PIECES,
+        )  # fmt: skip
+        unit_end = _snap(
+            unit_end, total, cu_work_ptr, query_start_loc_ptr, num_reqs, NUM_KV_HEADS, GROUP_SIZE,
+            DECODE_BLOCK_M, ITEM_OVERHEAD, SEARCH_STEPS, PIECE_TILES, MAX_PIECES,
+        )  # fmt: skip
+        busy = busy & (unit < unit_end)
     first_req = _find_request(cu_work_ptr, unit, num_reqs, busy, SEARCH_STEPS)
+    if MAX_PIECES:
+        first_req = tl.where(busy, first_req, 0)
     query_start = tl.load(query_start_loc_ptr + first_req, mask=busy, other=0)
     query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
     record = worker_record_ptr + worker * 8
@@ -181,6 +225,8 @@ def plan_on_device(
     num_sms: int,
     item_overhead: int,
     window: int,
+    piece_tiles: int = 0,
+    max_pieces: int = 0,
 ) -> None:
     """Write the plan of one batch into persistent buffers; no host sync.
 
@@ -197,6 +243,8 @@ def plan_on_device(
         The decode kernel's counters of finished pieces; zeroed.
     query_start_loc : Tensor[num_reqs + 1], int32
     seq_lens : Tensor[num_reqs], int32
+    piece_tiles, max_pieces : int
+        Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
     """
     max_reqs = cu_work.shape[0] - 1
     num_workers = worker_record.shape[0]
@@ -212,5 +260,6 @@ def plan_on_device(
         BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
         BLOCK_W=triton.next_power_of_2(num_workers),
         SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window,
+        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
     _launch_plan((1, 1, 1), args, constants, num_warps=8)

@@ -18,6 +18,7 @@ from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
+from tilewise.pieces import scratch_slots
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,6 +70,9 @@ class PagedAttention:
     kv_dtype : torch.dtype, optional
         float8_e4m3fn or float8_e5m2 for an fp8 cache, whose tensors have that dtype or are its
         bytes, uint8.  Default: ``dtype``.
+    batch_invariant : bool
+        A request gets the same bits whatever else is in the batch: its length alone decides how
+        its keys are cut, not the batch's.  Costs time, and scratch (``workspace_bytes``).
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -100,6 +104,7 @@ class PagedAttention:
         decode_query_len: int = 1,
         window: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -126,7 +131,14 @@ class PagedAttention:
             raise UnsupportedConfig(f"window={window}; accepted: 1 or more, or None")
         if config.window not in (0, window or 0):
             raise UnsupportedConfig(f"config is for window={config.window}, not for {window}")
+        if config.pieces is not None and not batch_invariant:
+            raise UnsupportedConfig(
+                f"config has {config.pieces}, which batch_invariant={batch_invariant} does not take"
+            )
+        if batch_invariant:
+            config = policy.batch_invariant(config)
         self.config = replace(config, window=window or 0)
+        self.batch_invariant = batch_invariant
         self.window = window
         self.geometry = geometry
         self.dtype = dtype
@@ -152,7 +164,7 @@ class PagedAttention:
         self._cu_tiles, self._cu_work = ints(self.max_num_reqs + 1), ints(self.max_num_reqs + 1)
         self._arrivals = ints(workers)
         self._worker_record = ints(workers * RECORD_SIZE).view(workers, RECORD_SIZE)
-        rows = (2 * workers, cfg.decode.block_m)
+        rows = (scratch_slots(cfg.pieces, workers), cfg.decode.block_m)
         self._partial_acc = torch.empty(
             (*rows, cfg.decode.block_d), dtype=torch.float32, device=self.device
         )
@@ -220,7 +232,7 @@ class PagedAttention:
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
-                item_overhead=cfg.item_overhead, window=cfg.window,
+                item_overhead=cfg.item_overhead, window=cfg.window, **cfg.piece_constants,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -335,7 +347,7 @@ class PagedAttention:
             item_overhead=self.config.item_overhead, window=self.config.window,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma,
+            use_tma=t.use_tma and use_tma, **self.config.piece_constants,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 

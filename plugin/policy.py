@@ -5,11 +5,13 @@ twin of the plan kernel (``tilewise.kernels.plan``): the same rule on host integ
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tilewise.errors import UnsupportedConfig
+from tilewise.pieces import Pieces, choose_pieces
 
 # Requests with at most this many query tokens are decoded with split KV (it covers speculative
 # verification and the short tails of chunked prefill); longer ones take the prefill kernel.
@@ -147,6 +149,9 @@ class Config:
     tiles, or whoever gets many short requests would finish last.
 
     ``window`` is the number of keys a query may see, itself included; 0 for all.
+
+    ``pieces`` says where items are cut in batch-invariant mode; None: where stretches of equal
+    work end.
     """
 
     geometry: Geometry
@@ -157,6 +162,7 @@ class Config:
     item_overhead: int = 3
     window: int = 0
     hopper_prefill: HopperTiles | None = None
+    pieces: Pieces | None = None
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -170,6 +176,21 @@ class Config:
         if self.hopper_prefill:
             group = next_power_of_2(group)  # its boxes are powers of two
         return self.prefill.block_m // group
+
+    @property
+    def piece_constants(self) -> dict[str, int]:
+        """``piece_tiles`` and ``max_pieces`` of the kernels; 0 but in batch-invariant mode."""
+        p = self.pieces
+        return {"piece_tiles": p.min_tiles if p else 0, "max_pieces": p.most if p else 0}
+
+
+def batch_invariant(config: Config) -> Config:
+    """The same configuration in batch-invariant mode, with pieces chosen where it has none."""
+    if config.pieces is not None:
+        return config
+    t = config.decode
+    pieces = choose_pieces(config.geometry.num_kv_heads, t.block_m, t.block_n, t.block_d)
+    return replace(config, pieces=pieces)
 
 
 def next_power_of_2(n: int) -> int:
@@ -508,6 +529,11 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     r = 0
     for worker in range(active):
         unit, unit_end = (first_unit(w, total, active) for w in (worker, worker + 1))
+        if config.pieces is not None:
+            unit, unit_end = (snap(x, cu_work, query_lens, config) for x in (unit, unit_end))
+            if unit == unit_end:
+                records.append((0,) * 8)
+                continue
         while cu_work[r + 1] <= unit:
             r += 1
         span = (cu_work[r], cu_work[r + 1])
@@ -519,6 +545,21 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
         cu_work=cu_work,
         worker_record=tuple(records),
     )
+
+
+def snap(unit: int, cu_work: Sequence[int], query_lens: Sequence[int], config: Config) -> int:
+    """The first end of a piece from ``unit`` on, in batch-invariant mode.
+
+    Several stretches may end at one and the same place; all but the first are empty then.
+    """
+    assert config.pieces is not None
+    if unit >= cu_work[-1]:
+        return cu_work[-1]
+    r = bisect_right(cu_work, unit) - 1
+    length = (cu_work[r + 1] - cu_work[r]) // decode_items(query_lens[r], config)
+    begin = unit - (unit - cu_work[r]) % length
+    overhead = config.item_overhead
+    return begin + config.pieces.next_cut(unit - begin, length - overhead, overhead)
 
 
 def decode_items(query_len: int, config: Config) -> int:
@@ -545,12 +586,15 @@ def decode_units_bound(query_len: int, keys: int, config: Config) -> int:
 
 
 def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:
-    """How many workers share each item of a decode request."""
+    """How many workers share each item of a decode request; its pieces, where items have them."""
     _, active, total = plan.header
     begin, end = plan.cu_work[request], plan.cu_work[request + 1]
     if begin == end:
         return []
     length = (end - begin) // decode_items(query_len, config)
+    if config.pieces is not None:
+        count = config.pieces.count(length - config.item_overhead)
+        return [count] * decode_items(query_len, config)
     return [
         owner(start + length - 1, total, active) - owner(start, total, active) + 1
         for start in range(begin, end, length)

@@ -319,7 +319,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "batch_invariant", "batch-invariant mode", lambda r: r.use_batch_invariant,
-        "batch invariance not supported",
+        "batch invariance not supported", native=True,
         targets=(*_FLASH_OR_TRITON, "FLEX_ATTENTION"),
     ),
     Capability(

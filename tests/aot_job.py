@@ -12,14 +12,17 @@ from pathlib import Path
 
 
 def plain(kernel, dtype, arch, head_dim, page_size, *features):
+    from tilewise import policy
     from tilewise.bench import aot
 
     windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
     twin, kv_size = "twin" in features, 1 if aot.kv_format(features) else 0
-    features = [f for f in features if f != "twin" and not f.startswith("window=")]
     config = aot.configured(
         dtype, arch, head_dim, page_size, window=sum(windows), kv_size=kv_size, twin=twin
     )
+    if "invariant" in features:
+        config = policy.batch_invariant(config)
+    features = [f for f in features if f != "twin" and not f.startswith("window=")]
     return asdict(aot.resources(kernel, config, dtype, arch, features))
 
 

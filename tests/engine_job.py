@@ -7,6 +7,9 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
     Folder of the checkpoint; keyword arguments of ``vllm.LLM``.
 ``broken``
     ``prefill`` or ``decode``: that kernel computes nothing from the start.
+``linear_by_row``
+    Whether linear layers take one row at a time: torch's products of several rows on a CPU round
+    differently from those of one.
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
     attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first.
@@ -174,16 +177,31 @@ def describe_layer(layer) -> dict:
     }
 
 
+def take_linear_layers_by_row() -> None:
+    """Give each row of a linear layer the bits that it has alone; before vLLM is imported."""
+    linear = torch.nn.functional.linear
+
+    def by_row(x, weight, bias=None):
+        rows = [linear(row[None], weight, bias) for row in x.reshape(-1, x.shape[-1])]
+        if not rows:
+            return linear(x, weight, bias)
+        return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
+
+    torch.nn.functional.linear = by_row
+
+
 def _metric(llm, name: str) -> int:
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == name)
 
 
 def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    if job.get("linear_by_row"):
+        take_linear_layers_by_row()
     from vllm import LLM
 
     from tilewise import counters
 
-    job = json.loads(Path(job_path).read_text())
     break_kernel(job.get("broken"))
     started = time.monotonic()
     llm = LLM(model=job["model"], seed=0, disable_log_stats=False, **job["engine"])

@@ -42,6 +42,7 @@ QUICK = [
     *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
     ("decode", "bf16", 90, 128, 16, "e4m3"),
     *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
+    *((k, "bf16", 90, 128, 64, "invariant") for k in ("decode", "plan")),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
@@ -98,6 +99,14 @@ FULL += [
     for features in ((), COMBINATIONS[-1])
 ]
 FULL += [("plan", "bf16", arch, 128, 64, "window=128") for arch in (80, 90, 100)]
+FULL += [("plan", "bf16", arch, 128, 64, "invariant") for arch in (80, 90, 100)]
+FULL += [
+    ("decode", "bf16", arch, d, page, "invariant")
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+]
+FULL += [("decode", "bf16", 90, 128, 64, *f, "invariant") for f in (("e4m3",), *COMBINATIONS)]
 
 
 def _chunk(variant):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tilewise import policy
 from tilewise.attention import PagedAttention
 from tilewise.errors import UnsupportedConfig
+from tilewise.pieces import Pieces
 
 H200 = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
 LLAMA = policy.Geometry(32, 8, 128, 64, 2)
@@ -153,6 +154,7 @@ def plan_on(device):
             g.num_q_heads, g.num_kv_heads, g.head_dim, page_size=g.page_size,
             dtype=torch.bfloat16, max_num_reqs=max_reqs, max_num_tokens=200_000, device=device,
             config=config, window=config.window or None,
+            batch_invariant=config.pieces is not None,
         )  # fmt: skip
         for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_record):
             buffer.fill_(NOWHERE)
@@ -186,6 +188,23 @@ def plan_on(device):
 def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len, window):
     config = policy.choose(geometry, H200, decode_query_len)
     config = dataclasses.replace(config, window=window)
+    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+
+
+@given(
+    batch=requests.filter(len),
+    geometry=geometries,
+    window=windows,
+    pieces=st.one_of(st.none(), st.builds(Pieces, st.integers(1, 9), st.integers(1, 70))),
+)
+@settings(max_examples=40, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+def test_plan_kernel_equals_its_twin_in_batch_invariant_mode(
+    plan_on, batch, geometry, window, pieces
+):
+    """With the policy's pieces and any others."""
+    config = dataclasses.replace(policy.choose(geometry, H200), window=window, pieces=pieces)
+    config = policy.batch_invariant(config)
     assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
 
 

@@ -77,7 +77,11 @@ def test_the_links_lead_somewhere():
                 heading = target[1:].replace("-", " ")
                 assert re.search(rf"^#+ {heading}$", page.read_text(), re.M | re.I), target
             elif not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                linked, _, heading = target.partition("#")
+                assert (page.parent / linked).exists(), f"{page.name} links to {target}"
+                text = (page.parent / linked).read_text() if heading else ""
+                heading = heading.replace("-", " ")
+                assert re.search(rf"^#+ {heading}$" if heading else "", text, re.M | re.I), target
 
 
 def test_the_files_that_the_texts_name_exist():

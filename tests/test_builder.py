@@ -159,6 +159,14 @@ def test_first_build_launches_everything():
     assert launches(builder.build(0, make_batch([3] * 7))) == (True, False)
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_vllms_switch_makes_plans_batch_invariant(switch, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", switch)
+    attn = make_builder().attn
+    assert attn.batch_invariant is (switch == "1")
+    assert (attn.config.pieces is not None) is (switch == "1")
+
+
 @pytest.mark.parametrize("query_lens", [[1] * 8, [24], [8, 8, 8], [1, 20, 0]])
 def test_full_graphs_of_mixed_batches_have_one_geometry(query_lens):
     """Captured with any lengths, replayed with any others: the launches are the same."""

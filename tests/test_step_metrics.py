@@ -82,19 +82,20 @@ def test_paths_and_tokens():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("config", [CONFIG, policy.batch_invariant(CONFIG)], ids=["", "invariant"])
 @pytest.mark.parametrize("seed", range(20))
-def test_splits_are_those_of_the_policy(seed):
+def test_splits_are_those_of_the_policy(seed, config):
     draw = random.Random(seed)
     count = draw.choice([1, 2, 7, 40])
     query_lens = [draw.choice([0, 1, 1, 1, 4, 16, 17, 300]) for _ in range(count)]
     seq_lens = [q and q + draw.randrange(8000) for q in query_lens]
-    plan = policy.plan_batch(query_lens, seq_lens, CONFIG)
+    plan = policy.plan_batch(query_lens, seq_lens, config)
     wanted = [
-        max(policy.kv_splits(plan, r, q, CONFIG))
+        max(policy.kv_splits(plan, r, q, config))
         for r, q in enumerate(query_lens)
         if 0 < q <= policy.DECODE_MAX_QUERY_LEN
     ]
-    assert estimate_splits(query_lens, seq_lens, CONFIG) == wanted[: step_metrics.SAMPLE_REQUESTS]
+    assert estimate_splits(query_lens, seq_lens, config) == wanted[: step_metrics.SAMPLE_REQUESTS]
 
 
 def test_splits_are_sampled():

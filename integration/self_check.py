@@ -242,13 +242,20 @@ def attend(
 def reference(
     impl: TilewiseImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """What queries, the last tokens of all these keys, should give; fp64."""
-    tokens, heads, size = query.shape
+    """What queries, the last tokens of all these keys, should give; fp64.
+
+    Without matrix products and softmax: vLLM replaces torch's in its batch-invariant mode, by some
+    that know no fp64.
+    """
+    tokens, heads, _ = query.shape
     length = len(key)
     keys, values = key.double(), value.double()
-    kv_heads = keys.shape[1]
-    grouped = query.double().view(tokens, kv_heads, heads // kv_heads, size)
-    logits = torch.einsum("tkgd,nkd->tkgn", grouped, keys).flatten(1, 2) * impl.scale
+    queries = query.double()
+    group = heads // keys.shape[1]
+    logits = torch.stack(
+        [(queries[:, h, None] * keys[None, :, h // group]).sum(-1) for h in range(heads)], 1
+    )
+    logits *= impl.scale
     if impl.soft_cap:
         logits = impl.soft_cap * torch.tanh(logits / impl.soft_cap)
     last = torch.arange(length - tokens, length, device=query.device)
@@ -265,8 +272,11 @@ def reference(
     if impl.sinks is not None:
         sinks = impl.sinks.double()[None, :, None].expand(tokens, heads, 1)
         logits = torch.cat([logits, sinks], -1)
-    weights = logits.softmax(-1)[..., :length].view(tokens, kv_heads, heads // kv_heads, length)
-    return torch.einsum("tkgn,nkd->tkgd", weights, values).flatten(1, 2)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    weights = (weights / weights.sum(-1, keepdim=True))[..., :length]
+    return torch.stack(
+        [(weights[:, h, :, None] * values[None, :, h // group]).sum(1) for h in range(heads)], 1
+    )
 
 
 def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.Tensor) -> None:

@@ -68,7 +68,6 @@ FALLBACK = {
     "dcp": ({"use_dcp": True}, "FLASHINFER", "DCP not supported"),
     "dcp_d96": ({"use_dcp": True, "head_size": 96}, "FLASH_ATTN", "DCP not supported"),
     "rswa": ({"use_rswa": True}, "TRITON_ATTN", "R-SWA not supported"),
-    "batch_invariant": ({"use_batch_invariant": True}, "FLASH_ATTN", "batch invariance not"),
     "turing": ({"capability": [7, 5]}, "TRITON_ATTN", "capability not supported ((7, 5);"),
     "d8": ({"head_size": 8}, "FLASH_ATTN", "(8; tilewise computes multiples of 8"),
     "d84": ({"head_size": 84}, "TRITON_ATTN", "head_size not supported (84;"),

@@ -178,7 +178,26 @@ def _compile_attention(
         constants |= _pieces(config)
     else:
         constants["BLOCK_Q"] = config.prefill_block_q
-    return _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
+    compiled = _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
+    if kernel == "prefill" and tiles.lazy_rescale:
+        _check_accumulators(compiled.asm["ttgir"], tiles)
+    return compiled
+
+
+def _check_accumulators(ttgir: str, tiles: policy.Tiles) -> None:
+    """See that accumulators lie as ``tilewise.kernels.lazy_rescale`` takes them to lie.
+
+    Raises
+    ------
+    RuntimeError
+        If a warp holds other than 16 rows of a warpgroup's product.
+    """
+    layouts = dict(re.findall(r"(#mma\d*) = #ttg.nvidia_mma<\{([^}]*)\}>", ttgir))
+    found = re.findall(r"elementwise_inline_asm .*-> tensor<[\dx]*f32, (#\w+)>", ttgir)
+    wanted = f"versionMajor = 3, versionMinor = 0, warpsPerCTA = [{tiles.num_warps}, 1], instrShape"
+    wrong = [layouts.get(name, name) for name in found if wanted not in layouts.get(name, "")]
+    if wrong or not found:
+        raise RuntimeError(f"lazily rescaled accumulators lie as {wrong or 'nothing'}: {tiles}")
 
 
 def compile_prefill(

@@ -44,7 +44,9 @@ def compile_prefill(
     device = ARCHITECTURES[90]
     tuned = policy.choose(geometry, device, window=window).hopper_prefill
     if tuned is None:
-        raise UnsupportedConfig(f"the Gluon prefill: {policy.why_not_hopper(geometry, device)}")
+        raise UnsupportedConfig(
+            f"the Gluon prefill: {policy.why_not_hopper(geometry, device, window)}"
+        )
     chosen = replace(tuned, **tiles)
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 

@@ -123,7 +123,7 @@ def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
         geometry = policy.Geometry(q, kv, v.head_size, v.page_size, size, kv_size)
     except UnsupportedConfig:
         return False
-    return policy.why_not_hopper(geometry, ARCHITECTURES[v.arch]) is None
+    return policy.why_not_hopper(geometry, ARCHITECTURES[v.arch], args.window or 0) is None
 
 
 def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -112,7 +113,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         )
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         start_up.watch(self, layers)
-        counters.grow("workspace_bytes", self.attn.workspace_bytes)
+        held = self.attn.workspace_bytes
+        counters.grow("workspace_bytes", held)
+        # vLLM makes builders for an estimate of memory, and drops them.
+        weakref.finalize(self.attn, counters.grow, "workspace_bytes", -held)
         # Here and not at registration: a forked worker inherits no threads.
         parallel = vllm_config.parallel_config
         engine = getattr(parallel, "data_parallel_rank", 0) or 0

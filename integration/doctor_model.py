@@ -216,7 +216,7 @@ def _planned(
         config = policy.choose(geometry, device, drafts, kind.window or 0)
     except UnsupportedConfig as error:
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
-    why_not = policy.why_not_hopper(geometry, device)
+    why_not = policy.why_not_hopper(geometry, device, kind.window or 0)
     if why_not is None and (request.soft_cap or request.alibi or request.alibi_sqrt):
         why_not = "a logits soft cap or ALiBi (accepted: neither)"
     hopper = config.hopper_prefill if why_not is None else None

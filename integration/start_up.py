@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise import counters
-from tilewise.errors import SelfCheckFailed
+from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import self_check
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.settings import load_settings
@@ -88,6 +88,10 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     cuda = attn.device.type == "cuda"
     if kv_cache.shape[0] == 0 or (cuda and torch.cuda.is_current_stream_capturing()):
         return
+    if kv_cache.dtype != (attn.dtype if impl.kv_dtype is None else torch.uint8):
+        raise UnsupportedConfig(
+            f"the KV cache is of {kv_cache.dtype}; tilewise was built for {attn.kv_dtype}"
+        )
     kind = _kind(builder, layer, kv_cache)
     builder.is_warm = True
     with torch.inference_mode(), counters.paused():
@@ -99,9 +103,6 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         if geometry in _checked or not load_settings(os.environ).self_check:
             return
         _checked.add(geometry)
-        if kv_cache.dtype != (attn.dtype if impl.kv_dtype is None else torch.uint8):
-            logger.warning("tilewise does not check its kernels on a cache of %s", kv_cache.dtype)
-            return
         started = time.perf_counter()
         try:
             self_check.check(impl, layer, attn, kv_cache)

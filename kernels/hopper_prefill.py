@@ -359,8 +359,8 @@ def _consumer(
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
-    # Blocks of a narrow window all touch an edge; a wide one has whole ones between its edges.
-    PARTS: gl.constexpr = (1 if WINDOW < 4 * BLOCK_N else 3) if WINDOW else 2
+    # A window has an edge on the left as well.
+    PARTS: gl.constexpr = 3 if WINDOW else 2
     q = q_s.index(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     k_ring = 0
@@ -380,12 +380,10 @@ def _consumer(
         count = blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)
         # Block n (of 0 .. count) is blocks - 1 - n. Those from ``whole`` to ``edge`` need no mask:
         # they lie below the diagonal and, under a window, right of the last row's first key.
-        whole = count
+        whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
+        whole = gl.minimum(whole, count)
         edge = count
-        if PARTS > 1:
-            whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
-            whole = gl.minimum(whole, count)
-        if PARTS > 2:
+        if WINDOW:
             leftmost = gl.maximum(first_pos + TOKENS - WINDOW, 0)
             edge = gl.maximum(blocks - (leftmost + BLOCK_N - 1) // BLOCK_N, whole)
             edge = gl.minimum(edge, count)

@@ -25,7 +25,8 @@ class Launcher:
     than most decode kernels run. Here the first call of a kind goes that way and leaves a compiled
     kernel; later ones hand their arguments straight to it. A kind is at least as fine as Triton's
     specialisation: dtypes and alignment of addresses, integers that are 1, multiples of 16 or
-    wide, boxes of descriptors, all constants and options.
+    wide, boxes of descriptors, all constants and options.  What Triton reads anew at every call,
+    its hooks before a launch and its debugging switches, counts when a kind first comes.
 
     Parameters
     ----------
@@ -78,12 +79,20 @@ def _kind(argument: Any) -> Any:
     """What a compiled kernel may depend on of one argument."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, bool):
+        return bool
     if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, not -(2**31) <= argument < 2**31
+        width = -(2**31) <= argument < 2**31, argument >= 2**63
+        return argument == 1, argument % 16 == 0, width
     if isinstance(argument, float):
         return float
     if argument is None:
         return None
+    if not hasattr(argument, "block_shape"):
+        raise TypeError(
+            f"{argument!r} is a {type(argument).__name__}; accepted: tensors, descriptors, int, "
+            "float, bool and None"
+        )
     layout = getattr(argument, "layout", None)  # of Gluon's descriptors
     return argument.base.dtype, *argument.block_shape, layout
 

@@ -309,7 +309,8 @@ class PagedAttention:
         """
         plan = self._current(plan)
         kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
-        scale = self.geometry.head_dim**-0.5 if scale is None else scale
+        scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
+        softcap = float(softcap)
         if not (scale > 0.0 and math.isfinite(scale)):
             raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
         if not (softcap >= 0.0 and math.isfinite(softcap)):

@@ -261,7 +261,35 @@ class FolderCollector:
                 written, content = path.stat().st_mtime, json.loads(path.read_text("utf-8"))
             except OSError:
                 continue  # its worker replaced or removed it meanwhile
+            except ValueError as error:
+                _skip(path, str(error))
+                continue
+            wrong = _what_is_wrong(content)
+            if wrong:
+                _skip(path, wrong)
+                continue
             key = tuple(content["labels"].values())
             if key not in newest or newest[key][0] < written:
                 newest[key] = (written, content)
         return [content for _, content in newest.values()]
+
+
+_skipped: set[Path] = set()
+
+
+def _skip(path: Path, why: str) -> None:
+    """Say once that a file in the folder is not one of ours; ``/metrics`` goes on without it."""
+    if path not in _skipped:
+        _skipped.add(path)
+        logger.warning("tilewise leaves %s out of the metrics: %s", path, why)
+
+
+def _what_is_wrong(content: Any) -> str | None:
+    """Why a file's content is not what this version writes; None if it is."""
+    if not isinstance(content, dict) or not content.keys() >= {"labels", "totals", "histograms"}:
+        return "not written by tilewise"
+    if list(content["labels"]) != ["engine", "rank"]:
+        return f"labels {list(content['labels'])}"
+    named = {name for name, *_ in content["totals"]} | set(content["histograms"])
+    unknown = sorted(named - METRICS.keys())
+    return f"another version's metrics: {', '.join(unknown)}" if unknown else None

@@ -19,6 +19,8 @@ DECODE_MAX_QUERY_LEN = 16
 
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 PAGE_SIZE_STEP = 16
+HOPPER_ROWS = 128  # of a tile of the Gluon prefill
+LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 MAX_GROUP_SIZE = 128
 
 
@@ -126,6 +128,11 @@ class Tiles:
     lazy_rescale: bool = False
 
 
+def accumulators(tiles: Tiles) -> int:
+    """Accumulators that one thread holds."""
+    return tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
+
+
 @dataclass(frozen=True)
 class HopperTiles:
     """Launch configuration of the Gluon prefill for Hopper, whose tiles have 128 rows.
@@ -168,6 +175,18 @@ class Config:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
         if not 0 <= self.window <= 2**30:
             raise UnsupportedConfig(f"window={self.window}; accepted: 0 (none) to 2**30")
+        t = self.prefill
+        if self.hopper_prefill and t.block_m != HOPPER_ROWS:
+            raise UnsupportedConfig(
+                f"prefill.block_m={t.block_m} beside hopper_prefill; accepted: {HOPPER_ROWS}"
+            )
+        if t.lazy_rescale and (
+            t.block_m != 16 * t.num_warps or accumulators(t) not in LAZY_ACCUMULATORS
+        ):
+            raise UnsupportedConfig(
+                f"lazy_rescale with block_m={t.block_m}, block_d={t.block_d} and {t.num_warps} "
+                f"warps; accepted: 16 rows a warp, {LAZY_ACCUMULATORS} accumulators a thread"
+            )
 
     @property
     def prefill_block_q(self) -> int:
@@ -232,8 +251,8 @@ def choose(
     decode = _decode_tiles(geometry, device, decode_query_len)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
-    if not plain and why_not_hopper(geometry, device) is None:
-        hopper = _hopper_tiles(geometry, window)
+    if not plain and why_not_hopper(geometry, device, window) is None:
+        hopper = _HOPPER_TILES[geometry.head_dim]
         prefill = _hopper_twin(geometry)
     return Config(
         geometry=geometry,
@@ -246,7 +265,6 @@ def choose(
     )
 
 
-HOPPER_ROWS = 128
 # Head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
 _HOPPER_TILES = {
     64: HopperTiles(block_n=128, num_stages=5),
@@ -255,21 +273,15 @@ _HOPPER_TILES = {
 }
 
 
-def _hopper_tiles(geometry: Geometry, window: int) -> HopperTiles:
-    tiles = _HOPPER_TILES[geometry.head_dim]
-    if 0 < window < 4 * tiles.block_n and tiles.block_n > 64:
-        # Every block of a narrow window touches an edge; smaller ones compute less beyond it.
-        tiles = HopperTiles(block_n=tiles.block_n // 2, num_stages=2 * tiles.num_stages)
-    return tiles
-
-
-def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
+def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str | None:
     """Why the Gluon prefill does not serve a layer, or None where it does.
 
     Parameters
     ----------
     geometry : Geometry
     device : Device
+    window : int
+        Keys a query may see, itself included; 0 for all.
 
     Returns
     -------
@@ -289,8 +301,13 @@ def why_not_hopper(geometry: Geometry, device: Device) -> str | None:
         return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
     if group > HOPPER_ROWS // 2:
         return f"group size {group} (accepted: 1 to {HOPPER_ROWS // 2})"
-    if page != 64 and page % _HOPPER_TILES[geometry.head_dim].block_n:
-        return f"page_size {page} (accepted: 64 and multiples of 128)"
+    block_n = _HOPPER_TILES[geometry.head_dim].block_n
+    if page != 64 and page % block_n:
+        return f"page_size {page} (accepted: 64 and multiples of {block_n})"
+    if 0 < window < 4 * block_n:
+        # Every block of it touches an edge, and a tile is mostly its start and end: the plain
+        # kernel measured faster (bench/NOTES.md).
+        return f"window {window} (accepted: none, or {4 * block_n} and more)"
     needed = _hopper_shared_memory(geometry.head_dim)
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
@@ -352,7 +369,6 @@ def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> boo
 
     With fewer than 128 columns there is too little to save: it measured slower.
     """
-    per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
     return (
         device.arch == 90
         and not device.interpreted
@@ -360,7 +376,7 @@ def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> boo
         and tiles.num_warps % 4 == 0
         and tiles.block_m == 16 * tiles.num_warps
         and tiles.block_d >= 128
-        and per_thread in (64, 128)
+        and accumulators(tiles) in LAZY_ACCUMULATORS
     )
 
 

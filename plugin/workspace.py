@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise import policy
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE
+from tilewise.pieces import scratch_slots
 
 
 def workspace_bytes(config: policy.Config, max_num_reqs: int, max_num_tokens: int) -> int:
@@ -20,6 +21,6 @@ def workspace_bytes(config: policy.Config, max_num_reqs: int, max_num_tokens: in
     workers, decode = config.num_workers, config.decode
     lists = HEADER_SIZE + 2 * max(tiles, 1) + 2 * (max_num_reqs + 1)
     per_worker = 1 + RECORD_SIZE  # counter of arrivals, record
-    # Two slots a worker: an accumulator, a maximum and a sum for each row.
-    partials = 2 * decode.block_m * (decode.block_d + 2)
+    # An accumulator, a maximum and a sum for each row of a slot.
+    partials = scratch_slots(config.pieces, 1) * decode.block_m * (decode.block_d + 2)
     return 4 * (lists + workers * (per_worker + partials))

@@ -77,11 +77,13 @@ def test_the_plain_prefill_serves_what_the_gluon_kernel_does_not(extra, options,
         assert kind.why_not_hopper == reason
 
 
-def test_a_narrow_window_has_tiles_of_its_own():
+def test_a_narrow_window_stays_with_the_plain_kernel():
     windowed = {**LLAMA, "model_type": "gpt_oss", "sliding_window": 128, "head_dim": 64}
     narrow, full = report(windowed).kinds
     assert (narrow.window, full.window) == (128, None)
-    assert narrow.hopper_prefill["block_n"] < full.hopper_prefill["block_n"]
+    assert narrow.hopper_prefill is None
+    assert narrow.why_not_hopper == "window 128 (accepted: none, or 512 and more)"
+    assert full.hopper_prefill is not None
 
 
 def test_an_fp8_cache_is_ours_with_the_tiles_of_its_bytes():

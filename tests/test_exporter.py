@@ -134,6 +134,23 @@ def test_the_first_process_makes_the_folder_and_removes_it():
     assert not os.path.exists(folder)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", "null", '{"labels": {"engine": "0"}, "totals": [], "histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [["of_tomorrow", {}, 1]], '
+        '"histograms": {}}',
+    ],
+)  # fmt: skip
+def test_files_of_others_are_left_out_and_named(tmp_path, content):
+    run(WORKER, "0", "5", **{exporter.FOLDER_VARIABLE: str(tmp_path)})
+    (tmp_path / "theirs.json").write_text(content)
+    done = run(READER, **{exporter.FOLDER_VARIABLE: str(tmp_path)})
+    assert samples(done.stdout)['tilewise_steps_total{engine="0",path="decode",rank="0"}'] == 5
+    assert 'rank="9"' not in done.stdout
+    assert "theirs.json out of the metrics" in done.stderr
+
+
 def test_half_written_files_are_never_read(tmp_path, monkeypatch):
     monkeypatch.setenv(exporter.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "12.part").write_text('{"pid": 12, "lab')

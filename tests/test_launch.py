@@ -1,5 +1,6 @@
 """The launcher remembers compiled kernels at least as finely as Triton specialises them."""
 
+import fractions
 import itertools
 
 import pytest
@@ -170,3 +171,8 @@ def test_singleton_axes_may_have_any_stride():
     assert describe(x, (1, 1, 2, 16)).strides == [16, 16, 16, 1]
     with pytest.raises(AssertionError, match="16-byte aligned"):
         describe(torch.zeros(64).as_strided((2, 1, 2, 16), (3, 5, 16, 1)), (1, 1, 2, 16))
+
+
+def test_other_arguments_are_named():
+    with pytest.raises(TypeError, match="Fraction"):
+        _kind(fractions.Fraction(1, 2))

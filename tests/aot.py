@@ -28,11 +28,13 @@ DEVICES = {
     90: policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024),
     100: policy.Device(arch=100, num_sms=148, shared_memory=227 * 1024),
 }
-# Argument and type of what a layer may do to its logits; "sqrt" besides goes with ALiBi.
+# Argument and type of what a layer may do to its logits, and of flags that say which requests are
+# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
     "alibi": ("slopes_ptr", "*fp32"),
+    "flags": ("causal_ptr", "*i32"),
 }
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -114,6 +116,7 @@ def _attention_signature(kernel, tiles, dtype, features):
     tail["stride_bt_b"] = "i32"
     constants = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features} | dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants["CAUSAL"] = not {"flags", "bidirectional"}.intersection(features)
     if kernel == "decode":
         constants |= {"V_PAIRS": pairs}
     else:
@@ -258,7 +261,7 @@ def main():
     )  # fmt: skip
     parser.add_argument(
         "--features", nargs="*", default=[],
-        help=f"window=N, twin, sqrt, {', '.join((*FEATURES, *fp8.FORMATS[1:]))}",
+        help=f"window=N, twin, sqrt, bidirectional, {', '.join((*FEATURES, *fp8.FORMATS[1:]))}",
     )  # fmt: skip
     args = parser.parse_args()
     variants = product(args.kernel, args.dtype, args.arch, args.head_dim, args.page_size)

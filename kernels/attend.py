@@ -96,7 +96,7 @@ def attend(
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
-    With a ``WINDOW`` they see those from ``pos - WINDOW + 1`` on, none of them before ``first_key``.
+    With a ``WINDOW`` they see those from ``pos - WINDOW + 1`` on, none before ``first_key``.
     ``block_table_row_ptr`` is None where keys follow each other without pages (``tile_pages``).
     ``cap_log2`` and ``slope_log2`` shape the logits (``shape_logits``); each may be None.
     ``KV_FORMAT`` says how bytes of an fp8 cache are read (``tilewise.kernels.fp8``); with

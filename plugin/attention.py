@@ -218,6 +218,8 @@ class PagedAttention:
         """
         if seq_lens is None:
             seq_lens = self._count_rows(query_start_loc, block_table)
+        elif block_table is None:
+            raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
         num_reqs = seq_lens.shape[0]
         self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
         self._check_causal(causal, num_reqs)

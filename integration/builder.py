@@ -24,6 +24,7 @@ from tilewise.errors import UnsupportedConfig
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
+from tilewise.support import PAGE_SIZE_MULTIPLE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,7 +107,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 num_q_heads,
                 kv_cache_spec.num_kv_heads,
                 kv_cache_spec.head_size,
-                page_size=kv_cache_spec.block_size,
+                # Keys of encoders lie in no pages, whatever their spec says.
+                page_size=PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
                 # Graphs may be captured for more requests than are ever scheduled.
@@ -126,15 +128,16 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         engine = getattr(parallel, "data_parallel_rank", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
-            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s cache in "
-            "pages of %d tokens, %.1f MiB of workspace",
+            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, %.1f MiB of "
+            "workspace",
             len(layer_names),
             num_q_heads,
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             self.attn.dtype,
-            self.attn.kv_dtype,
-            kv_cache_spec.block_size,
+            "no cache"
+            if self.is_encoder
+            else f"{self.attn.kv_dtype} cache in pages of {kv_cache_spec.block_size} tokens",
             workspace / 2**20,
         )
         self.steps = StepMetrics(self.attn.config)

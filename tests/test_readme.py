@@ -123,10 +123,9 @@ def test_vllm_says_what_the_limits_quote():
         "use_per_head_quant_scales": False, "device_capability": (9, 0), "attn_type": "decoder",
     }  # fmt: skip
     cases = [
-        {"has_sliding_window": True}, {"has_sink": True}, {"kv_cache_dtype": "nvfp4"},
-        {"head_size": 84}, {"block_size": 24}, {"device_capability": (7, 5)}, {"use_mla": True},
-        {"attn_type": "encoder_only"}, {"use_non_causal": True}, {"use_mm_prefix": True},
-        {"use_dcp": True}, {"use_batch_invariant": True},
+        {"kv_cache_dtype": "nvfp4"}, {"use_rswa": True}, {"head_size": 84}, {"block_size": 24},
+        {"device_capability": (7, 5)}, {"use_mla": True}, {"use_mm_prefix": True},
+        {"use_dcp": True},
     ]  # fmt: skip
     quoted = re.findall(r"`([^`]+)`", FENCE.sub("", section("Limits")))
     assert TilewiseBackend.validate_configuration(**good) == []

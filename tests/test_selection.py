@@ -96,7 +96,7 @@ OTHERS = {
     "none": ({"backend": None, "has_sink": True}, "FLASH_ATTN"),
 }
 
-SEVERAL = {"use_mm_prefix": True, "use_non_causal": True, "head_size": 84}
+SEVERAL = {"use_mm_prefix": True, "use_rswa": True, "head_size": 84}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_other_backends_are_left_alone(answers, name):
 def test_every_reason_is_given(answers):
     assert answers["several"]["name"] == "TRITON_ATTN"
     reasons = " ".join(answers["several"]["reasons"])
-    for text in ("head_size", "multimodal token", "non-causal"):
+    for text in ("head_size", "multimodal token", "R-SWA"):
         assert text in reasons
 
 

@@ -128,8 +128,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         engine = getattr(parallel, "data_parallel_rank", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
-            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, %.1f MiB of "
-            "workspace",
+            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, "
+            "%.1f MiB of workspace",
             len(layer_names),
             num_q_heads,
             kv_cache_spec.num_kv_heads,

@@ -244,7 +244,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
                 f"the step was planned for a window of {attn.window}, the layer's is {self.window}"
             )
         k_scale, v_scale = self._kv_scales(layer)
-        kv = kv_cache
+        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = kv_cache
         if self.is_encoder:
             if key is None or value is None:
                 raise UnsupportedConfig("an encoder layer was called without keys or values")

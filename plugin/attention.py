@@ -8,6 +8,7 @@ both can be captured in a CUDA graph and replayed with other lengths.
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -371,7 +372,7 @@ class PagedAttention:
         use_tma: bool,
     ) -> None:
         cfg = self.config
-        batch = (
+        batch: tuple[Any, ...] = (
             plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip

@@ -23,11 +23,13 @@ from tilewise import policy
 from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
-# Argument and type of what a layer may do to its logits; "sqrt" besides goes with ALiBi.
+# Argument and type of what a layer may do to its logits, and of flags that say which requests are
+# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
     "alibi": ("slopes_ptr", "*fp32"),
+    "flags": ("causal_ptr", "*i32"),
 }
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -127,6 +129,7 @@ def _attention_signature(
     constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants["CAUSAL"] = not {"flags", "bidirectional"}.intersection(features)
     if kernel == "decode":
         constants |= {"V_PAIRS": pairs}
     else:

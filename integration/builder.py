@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from tilewise import counters, exporter
 from tilewise.attention import PagedAttention, Plan
@@ -26,6 +27,7 @@ from tilewise.integration import start_up
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
+from tilewise.support import PAGE_SIZE_MULTIPLE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,8 +53,15 @@ class TilewiseMetadata:
     slot_mapping: torch.Tensor
     attn: PagedAttention
     plan: Plan
-    causal: bool = True
+    causal: bool | torch.Tensor = True
     steps: StepMetrics | None = None
+    # Of encoders, whose layers may have other windows than the first: theirs.
+    others: dict[int | None, tuple[PagedAttention, Plan]] | None = None
+
+    def planned(self, window: int | None) -> tuple[PagedAttention, Plan]:
+        """Return what a layer of that window runs on; the first layer's where there is no other."""
+        first = (self.attn, self.plan)
+        return first if self.others is None else self.others.get(window, first)
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -95,43 +104,53 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             )
         scheduler = vllm_config.scheduler_config
         impls = _group_impls(layer_names, vllm_config)
-        dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config)
-        self.attn = PagedAttention(
-            num_q_heads,
-            kv_cache_spec.num_kv_heads,
-            kv_cache_spec.head_size,
-            page_size=kv_cache_spec.block_size,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            # Graphs may be captured for more requests than are ever scheduled.
-            max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
-            max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
-            device=device,
-            decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
-            window=_group_window(kv_cache_spec, impls),
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
-        )
+        self.is_encoder = _is_encoder(kv_cache_spec, impls)
+        self.is_cross = any(impl.is_cross for impl in impls.values())
+        dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
+        made = [
+            PagedAttention(
+                num_q_heads,
+                kv_cache_spec.num_kv_heads,
+                kv_cache_spec.head_size,
+                # Keys of encoders lie in no pages, whatever their spec says.
+                page_size=PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                # Graphs may be captured for more requests than are ever scheduled.
+                max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
+                max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
+                device=device,
+                decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
+                window=window,
+                batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            )
+            for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
+        ]
+        self.attn, *self._others = made
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         start_up.watch(self, layers)
-        held = self.attn.workspace_bytes
-        counters.grow("workspace_bytes", held)
-        # vLLM makes builders for an estimate of memory, and drops them.
-        weakref.finalize(self.attn, counters.grow, "workspace_bytes", -held)
+        for attn in made:
+            held = attn.workspace_bytes
+            counters.grow("workspace_bytes", held)
+            # vLLM makes builders for an estimate of memory, and drops them.
+            weakref.finalize(attn, counters.grow, "workspace_bytes", -held)
+        workspace = sum(attn.workspace_bytes for attn in made)
         # Here and not at registration: a forked worker inherits no threads.
         parallel = vllm_config.parallel_config
         engine = getattr(parallel, "data_parallel_rank", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
-            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s cache in "
-            "pages of %d tokens, %.1f MiB of workspace%s",
+            "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, "
+            "%.1f MiB of workspace%s",
             len(layer_names),
             num_q_heads,
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             self.attn.dtype,
-            self.attn.kv_dtype,
-            kv_cache_spec.block_size,
-            self.attn.workspace_bytes / 2**20,
+            "no cache"
+            if self.is_encoder
+            else f"{self.attn.kv_dtype} cache in pages of {kv_cache_spec.block_size} tokens",
+            workspace / 2**20,
             ", batch-invariant" if self.attn.batch_invariant else "",
         )
         self.steps = StepMetrics(self.attn.config)
@@ -166,10 +185,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         Raises
         ------
         UnsupportedConfig
-            For a batch that is not causal, or has a common prefix.
+            For a batch with a common prefix.
         """
         batch = common_attn_metadata
-        _refuse_unsupported(common_prefix_len, batch)
+        _refuse_unsupported(common_prefix_len)
         # Drafts are trimmed on the device, so the host's longest query may understate them.
         max_query_len = max(batch.max_query_len, self.decode_query_len)
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
@@ -198,7 +217,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             The batch with its plan.
         """
         batch = common_attn_metadata
-        _refuse_unsupported(0, batch)
+        if self.is_encoder or self.is_cross:
+            # vLLM's builders of such layers, derived from this one, change the batch in `build`.
+            return self.build(0, batch)
         # V1 gives dummy requests as many keys as the batch has tokens, which may be more than a
         # block table of a short max_model_len can name.
         batch.seq_lens.clamp_(max=batch.block_table_tensor.shape[1] * self.attn.geometry.page_size)
@@ -224,13 +245,17 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
     ) -> TilewiseMetadata:
         """Run the plan kernel for ``batch`` and wrap its result."""
         started = time.perf_counter()
-        plan = self.attn.plan(
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table_tensor,
-            num_tokens=batch.num_actual_tokens,
-            max_query_len=max_query_len,
-            has_decode=has_decode,
+        plan, *others = (
+            attn.plan(
+                batch.query_start_loc,
+                None if self.is_encoder else batch.seq_lens,
+                None if self.is_encoder else batch.block_table_tensor,
+                num_tokens=batch.num_actual_tokens,
+                max_query_len=max_query_len,
+                has_decode=has_decode,
+                causal=batch.causal,
+            )
+            for attn in (self.attn, *self._others)
         )
         self.steps.planned(plan, batch)
         counters.observe("build_seconds", time.perf_counter() - started)
@@ -245,7 +270,12 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             slot_mapping=batch.slot_mapping,
             attn=self.attn,
             plan=plan,
+            causal=batch.causal,
             steps=self.steps,
+            others={
+                attn.window: (attn, made) for attn, made in zip(self._others, others, strict=True)
+            }
+            or None,
         )
 
 
@@ -256,10 +286,23 @@ def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, T
     return {name: impl for name, impl in impls.items() if isinstance(impl, TilewiseImpl)}
 
 
+def _is_encoder(kv_cache_spec: Any, impls: dict[str, TilewiseImpl]) -> bool:
+    """Whether a group's layers read their batch's own keys; none of them may read a cache."""
+    kinds = {name: impl.is_encoder for name, impl in impls.items()}
+    if len(set(kinds.values())) > 1:
+        raise UnsupportedConfig(
+            f"layers of one KV-cache group with a cache and without ({kinds}; True: without); "
+            "tilewise plans for one kind a group"
+        )
+    return next(iter(kinds.values()), isinstance(kv_cache_spec, EncoderOnlyAttentionSpec))
+
+
 def _group_dtypes(
-    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], vllm_config: VllmConfig
+    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], vllm_config: VllmConfig, encoder: bool
 ) -> tuple[torch.dtype, torch.dtype | None]:
     """Dtype of queries, and of the cache where it is fp8; its spec says uint8 for any fp8."""
+    if encoder:
+        return vllm_config.model_config.dtype, None  # the spec's is that of a cache nobody has
     kv_dtypes = {name: impl.kv_dtype for name, impl in impls.items()}
     if len(set(kv_dtypes.values())) > 1:
         raise UnsupportedConfig(
@@ -270,21 +313,23 @@ def _group_dtypes(
     return (kv_cache_spec.dtype if kv_dtype is None else vllm_config.model_config.dtype), kv_dtype
 
 
-def _group_window(kv_cache_spec: Any, impls: dict[str, TilewiseImpl]) -> int | None:
-    """Sliding window of a group's layers; None without one.
+def _group_windows(
+    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], several: bool
+) -> list[int | None]:
+    """Sliding windows of a group's layers, in their order; None stands for none.
 
     The layers say it themselves: where vLLM merges specs, a group's spec may name a window that
-    only some of them have.
+    only some of them have. Encoders of all windows are one group, as they share no cache.
     """
     windows = {name: impl.window for name, impl in impls.items()}
-    if len(set(windows.values())) > 1:
+    if len(set(windows.values())) > 1 and not several:
         raise UnsupportedConfig(
             f"layers of one KV-cache group have different sliding windows ({windows}); "
             "tilewise plans one window a group"
         )
     if windows:
-        return next(iter(windows.values()))
-    return getattr(kv_cache_spec, "sliding_window", None)
+        return list(dict.fromkeys(windows.values()))
+    return [getattr(kv_cache_spec, "sliding_window", None)]
 
 
 def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:
@@ -296,14 +341,9 @@ def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:
     return compilation.max_cudagraph_capture_size or 0
 
 
-def _refuse_unsupported(common_prefix_len: int, batch: CommonAttentionMetadata) -> None:
+def _refuse_unsupported(common_prefix_len: int) -> None:
     """Raise for what the kernels cannot mask."""
     if common_prefix_len != 0:
         raise UnsupportedConfig(
             f"common_prefix_len is {common_prefix_len}; tilewise has no cascade attention (0 only)"
-        )
-    if batch.causal is not True:
-        given = "a tensor" if isinstance(batch.causal, torch.Tensor) else repr(batch.causal)
-        raise UnsupportedConfig(
-            f"causal is {given}; tilewise computes causal decoder attention only (True)"
         )

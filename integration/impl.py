@@ -16,6 +16,9 @@ from tilewise.kernels.cache_write import write_kv_cache
 if TYPE_CHECKING:
     from tilewise.integration.builder import TilewiseMetadata
 
+# Layers whose keys are the rows of their own batch: they have no cache.
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
 # vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
 _FP8_CACHES = {
     "fp8": ("kv_fp8", torch.float8_e4m3fn),
@@ -37,7 +40,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
     kv_cache_dtype : str
         ``auto``, the model's own dtype, ``fp8``, ``fp8_e4m3`` or ``fp8_e5m2``.
     attn_type : str
-        ``AttentionType.DECODER``.
+        One of ``AttentionType``. Encoders read the keys they are given, all others the cache;
+        whether a batch is causal is the builder's to know.
     kv_sharing_target_layer_name : str, optional
         The layer whose KV cache this one reads; then nothing is written here.
     sinks : Tensor[num_heads], optional
@@ -82,10 +86,16 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._set_features(alibi_slopes, sliding_window, logits_soft_cap, sinks, use_alibi_sqrt)
         if attn_type != AttentionType.DECODER:
-            raise _unsupported(
-                f"attention type {attn_type!r} (only {AttentionType.DECODER.value!r})"
-            )
-        self.kv_dtype = self._kv_dtype()
+            if not support.is_native("attn_type"):
+                raise _unsupported(
+                    f"attention type {attn_type!r} (only {AttentionType.DECODER.value!r})"
+                )
+            if alibi_slopes is not None:
+                raise _unsupported(f"ALiBi slopes with attention type {attn_type!r}")
+        # The builder asks for the next two.
+        self.is_encoder = attn_type in _ENCODERS
+        self.is_cross = attn_type == AttentionType.ENCODER_DECODER
+        self.kv_dtype = None if self.is_encoder else self._kv_dtype()
         for name, value in extra.items():
             if not _switched_off(value):
                 raise _unsupported(f"the layer option {name!r} ({type(value).__name__})")
@@ -165,6 +175,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         """
         if self.kv_sharing_target_layer_name is not None or slot_mapping.shape[0] == 0:
             return
+        if self.is_encoder:
+            return
         k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
         if self.kv_dtype is None:
             write_kv_cache(k_cache, v_cache, key, value, slot_mapping)
@@ -189,7 +201,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the paged KV cache.
+        """Attend to the paged KV cache, or, in an encoder, to the batch's own keys.
 
         Parameters
         ----------
@@ -198,9 +210,9 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         query : Tensor[num_tokens, num_heads, head_size]
             Queries; may have more rows than the step has tokens.
         key, value : Tensor[num_tokens, num_kv_heads, head_size], optional
-            Already in the cache; unused.
+            Of a decoder already in the cache, and unused.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
-            The layer's cache.
+            The layer's cache; of an encoder anything.
         attn_metadata : TilewiseMetadata, optional
             The step's plan; None in vLLM's memory profiling run.
         output : Tensor[num_tokens, num_heads, head_size]
@@ -226,14 +238,19 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             return output.fill_(0)
         if attn_metadata.steps is not None:
             attn_metadata.steps.ran()
-        attn = attn_metadata.attn
+        attn, plan = attn_metadata.planned(self.window)
         if attn.window != self.window:
             raise UnsupportedConfig(
                 f"the step was planned for a window of {attn.window}, the layer's is {self.window}"
             )
         k_scale, v_scale = self._kv_scales(layer)
+        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = kv_cache
+        if self.is_encoder:
+            if key is None or value is None:
+                raise UnsupportedConfig("an encoder layer was called without keys or values")
+            kv = key, value
         attn.run(
-            query, kv_cache, scale=self.scale, out=output, plan=attn_metadata.plan,
+            query, kv, scale=self.scale, out=output, plan=plan,
             sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
             alibi_sqrt=self.alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip

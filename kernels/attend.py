@@ -32,6 +32,30 @@ def window_ranges(begin, end, last_pos, full, WINDOW: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
+def keys_ahead(query_len, causal_ptr, req, WINDOW: tl.constexpr):
+    """How many keys past its own a query sees where attention is not causal for all requests.
+
+    All that follow, or as many as a window holds to its left. ``causal_ptr`` has a flag for each
+    request, not 0 where it is causal, or is None where none is.
+    """
+    ahead = query_len  # its position and this reach the last key of any request
+    if WINDOW:
+        ahead = tl.minimum(query_len, WINDOW - 1)
+    if causal_ptr is not None:
+        ahead = tl.where(tl.load(causal_ptr + req) != 0, 0, ahead)
+    return ahead
+
+
+@triton.jit
+def last_key(pos, ahead, seq_len):
+    """Last key that a query at ``pos`` sees; ``ahead`` is None where attention is causal."""
+    if ahead is None:
+        return pos
+    else:
+        return tl.minimum(pos + ahead, seq_len - 1)
+
+
+@triton.jit
 def attend(
     acc,
     acc_odd,
@@ -45,6 +69,7 @@ def attend(
     lo,
     hi,
     pos,
+    last,
     seq_len,
     first_key,
     scale_log2,
@@ -69,9 +94,10 @@ def attend(
     V_PAIRS: tl.constexpr,
     LAZY: tl.constexpr,
 ):
-    """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= pos.
+    """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
-    With a ``WINDOW`` they see the last ``WINDOW`` of these, none of them before ``first_key``.
+    With a ``WINDOW`` they see those from ``pos - WINDOW + 1`` on, none before ``first_key``.
+    ``block_table_row_ptr`` is None where keys follow each other without pages (``tile_pages``).
     ``cap_log2`` and ``slope_log2`` shape the logits (``shape_logits``); each may be None.
     ``KV_FORMAT`` says how bytes of an fp8 cache are read (``tilewise.kernels.fp8``); with
     ``ROW_SCALE`` every row has a ``scale_log2`` of its own.  With ``V_PAIRS`` values come as
@@ -108,7 +134,7 @@ def attend(
             factor = scale_log2[:, None] if ROW_SCALE else scale_log2
             qk = shape_logits(qk, n, pos, factor, cap_log2, slope_log2, ALIBI_SQRT)
         if MASKED:
-            visible = n[None, :] <= pos[:, None]
+            visible = n[None, :] <= last[:, None]
             if WINDOW:
                 visible = visible & (n[None, :] > pos[:, None] - WINDOW)
             qk = tl.where(visible, qk, float("-inf"))

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.attend import attend, window_ranges
+from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
@@ -98,6 +98,7 @@ def _decode_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    causal_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -123,6 +124,7 @@ def _decode_kernel(
     NUM_STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
@@ -131,7 +133,11 @@ def _decode_kernel(
     PIECE_TILES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
 ):
-    """out = softmax(shape(q k^T) + causal mask) v for short queries; grid = (workers,).
+    """out = softmax(shape(q k^T) + mask) v for short queries; grid = (workers,).
+
+    Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
+    ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
+    are rows like its queries.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
@@ -192,7 +198,11 @@ def _decode_kernel(
         flat = m_tile * BLOCK_M + rows
         row_ok = flat < query_len * GROUP_SIZE
         token = flat // GROUP_SIZE
-        pos = seq_len - query_len + token  # last key a row may see
+        pos = seq_len - query_len + token  # a row's own key, if its keys are its queries'
+        ahead = None
+        if not CAUSAL:
+            ahead = keys_ahead(query_len, causal_ptr, req, WINDOW)
+        last = last_key(pos, ahead, seq_len)
         req_token = query_start.to(tl.int64)
         first_head = kv_head.to(tl.int64) * GROUP_SIZE
         io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -213,14 +223,20 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if V_PAIRS else BLOCK_D], tl.float32)
         acc_odd = acc if V_PAIRS else 0.0
         first_pos = seq_len - query_len + m_tile * BLOCK_M // GROUP_SIZE
-        full = tl.maximum(first_pos + 1, 0) // BLOCK_N  # tiles that every row sees whole
-        block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+        # Tiles that every row sees whole.
+        full = tl.maximum(last_key(first_pos, ahead, seq_len) + 1, 0) // BLOCK_N
+        block_table_row_ptr = None
+        if block_table_ptr is not None:
+            block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
         if USE_TMA:
             k_head = k_src
             v_head = v_src
         else:
             k_head = k_src + kv_head.to(tl.int64) * stride_k_h
             v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+        if block_table_ptr is None:
+            k_head += req_token * stride_k_s
+            v_head += req_token * stride_v_s
         slope_log2 = None
         if slopes_ptr is not None:
             row_slope_ptr = slopes_ptr + first_head + flat % GROUP_SIZE
@@ -234,7 +250,7 @@ def _decode_kernel(
                 lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
                 acc, acc_odd, m_i, l_i = attend(
                     acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
-                    lo, inside, pos, seq_len, first_key, scale, cap_log2, slope_log2,
+                    lo, inside, pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -243,7 +259,7 @@ def _decode_kernel(
             split = tl.minimum(tl.maximum(full, lo), hi)
             acc, acc_odd, m_i, l_i = attend(
                 acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
-                pos, seq_len, first_key, scale, cap_log2, slope_log2,
+                pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
                 WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -253,7 +269,7 @@ def _decode_kernel(
             split = lo
         acc, acc_odd, m_i, l_i = attend(
             acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
-            pos, seq_len, first_key, scale, cap_log2, slope_log2,
+            pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
@@ -327,7 +343,7 @@ def decode_attention(
     kv: KvCache,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
     header: torch.Tensor,
     cu_work: torch.Tensor,
     worker_record: torch.Tensor,
@@ -338,6 +354,7 @@ def decode_attention(
     logits: Logits,
     *,
     window: int,
+    causal: bool | torch.Tensor,
     item_overhead: int,
     block_m: int,
     block_n: int,
@@ -358,9 +375,10 @@ def decode_attention(
     lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
         Natural-log sum of exponentials, with the sink's; -inf for rows without any.
     kv : KvCache
-        Views of the paged keys and values.
+        Views of the keys and values: pages, or the batch's own rows.
     query_start_loc, seq_lens, block_table : Tensor, int32
-        The batch, as vLLM passes it.
+        The batch, as vLLM passes it.  Without a ``block_table`` a request's keys are the rows of
+        its queries.
     header, cu_work, worker_record : Tensor, int32
         The plan (``tilewise.kernels.plan``): totals, units before each request, worker's starts.
     partial_acc : Tensor[slots, block_m, block_d], fp32
@@ -373,6 +391,9 @@ def decode_attention(
         What is done to products before the softmax.
     window : int
         Keys a query may see, itself included; 0 for all.  The plan must have been made for it.
+        Where attention is not causal it sees as many to its right.
+    causal : bool or Tensor[num_reqs], int32
+        Whether queries see no key past their own; a tensor says so for each request.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
         The plan must have been made for them.
@@ -381,12 +402,14 @@ def decode_attention(
     v_pairs = _values_pair_up(kv, block_d)
     if v_pairs:
         kv = replace(kv, v=kv.v.view(torch.uint16))
+    flags = causal if isinstance(causal, torch.Tensor) else None
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
-        *logits.arguments, kv.k_scale, kv.v_scale,
-        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+        *logits.arguments, kv.k_scale, kv.v_scale, flags,
+        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
+        0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
@@ -394,7 +417,7 @@ def decode_attention(
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window, CAUSAL=causal is True,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip

@@ -10,7 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Batches arrive as slices of larger buffers: their addresses may have any alignment, and a kernel
 # compiled for one must serve all.
-BATCH_ARGUMENTS = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "stride_bt_b"]
+BATCH_ARGUMENTS = [
+    "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "causal_ptr", "stride_bt_b",
+]  # fmt: skip
 
 LOG2E = 1.4426950408889634
 
@@ -137,7 +139,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class KvCache:
-    """Keys and values of one layer, as strided views.
+    """Keys and values of one layer, as strided views: pages of a cache, or rows without pages.
 
     Parameters
     ----------
@@ -148,6 +150,9 @@ class KvCache:
         How those bytes are read (``tilewise.kernels.fp8``); "" for a cache in the queries' dtype.
     k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, or None
         What an fp8 cache's values are multiplied with; None for 1.
+    rows_per_page : int
+        0 for a paged cache.  Otherwise ``k`` and ``v`` are [1, num_kv_heads, rows, head_dim], a
+        request's keys are consecutive rows, and kernels walk them as pages of so many.
     """
 
     k: torch.Tensor
@@ -155,6 +160,7 @@ class KvCache:
     format: str = ""
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    rows_per_page: int = 0
 
     @property
     def num_kv_heads(self) -> int:
@@ -164,7 +170,12 @@ class KvCache:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self.k.shape[2]
+        return self.rows_per_page or self.k.shape[2]
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Page, head and slot stride of ``k`` or ``v``."""
+        page, head, slot = x.stride()[:3]
+        return (self.rows_per_page * slot if self.rows_per_page else page), head, slot
 
     @property
     def constants(self) -> dict[str, str | int]:
@@ -236,7 +247,7 @@ _describe = Descriptors(lambda x, shape, strides, block: TensorDescriptor(x, sha
 
 def kv_arguments(kv: KvCache, block_n: int, block_d: int, use_tma: bool) -> tuple:
     """``(k_src, v_src, strides)``: descriptors or tensors, then page, head and slot strides."""
-    strides = (*kv.k.stride()[:3], *kv.v.stride()[:3])
+    strides = (*kv.strides(kv.k), *kv.strides(kv.v))
     if not use_tma:
         return kv.k, kv.v, strides
     # The descriptors carry the strides; constants keep them out of the specialisation key.

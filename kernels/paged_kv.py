@@ -21,9 +21,15 @@ def tile_pages(block_table_row_ptr, start, limit, PAGE_SIZE: tl.constexpr, BLOCK
     """Page ids of keys ``start .. start + BLOCK_N``: one if the tile lies in a page, else a row's.
 
     Keys at or past ``limit`` look up nothing (id 0), so the table is never read past its request.
-    Ids of keys left of a window may be anything: ``load_tile`` does not follow them.
+    Ids of keys left of a window may be anything: ``load_tile`` does not follow them.  Without a
+    table the pages of a request follow each other.
     """
-    if PAGE_SIZE % BLOCK_N == 0:
+    if block_table_row_ptr is None:
+        if PAGE_SIZE % BLOCK_N == 0:
+            return start // PAGE_SIZE
+        else:
+            return (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+    elif PAGE_SIZE % BLOCK_N == 0:
         return tl.load(block_table_row_ptr + start // PAGE_SIZE, mask=start < limit, other=0)
     else:
         n = start + tl.arange(0, BLOCK_N)

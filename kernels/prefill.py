@@ -1,9 +1,9 @@
-"""FlashAttention-2 prefill: variable-length causal queries over the paged cache.
+"""FlashAttention-2 prefill: variable-length queries over the paged cache, or over their own keys.
 
 One program owns ``BLOCK_M`` query rows of one KV head, ``BLOCK_Q`` consecutive tokens (at most
 ``BLOCK_M // GROUP_SIZE``) times the ``GROUP_SIZE`` query heads that share it, and walks that
-request's keys once.  Tiles above the diagonal are never visited, nor are tiles left of the window;
-only tiles that touch one of these or the end of the sequence are masked.
+request's keys once.  Tiles that none of its rows sees are never visited: above a causal mask's
+diagonal, outside a window, past the last key; only tiles that touch one of these are masked.
 Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
 """
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.kernels.attend import attend, window_ranges
+from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
@@ -36,6 +36,7 @@ def _prefill_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    causal_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -61,13 +62,18 @@ def _prefill_kernel(
     NUM_STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
     LAZY: tl.constexpr,
 ):
-    """out = softmax(shape(q k^T) + causal mask) v; grid = (prefill tiles, KV heads).
+    """out = softmax(shape(q k^T) + mask) v; grid = (prefill tiles, KV heads).
+
+    Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
+    ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
+    are rows like its queries.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
@@ -87,7 +93,11 @@ def _prefill_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     token = first_token + rows // GROUP_SIZE
     row_ok = (rows < BLOCK_Q * GROUP_SIZE) & (token < query_len)
-    pos = context_len + token  # last key a row may see
+    pos = context_len + token  # a row's own key, if its keys are its queries'
+    ahead = None
+    if not CAUSAL:
+        ahead = keys_ahead(query_len, causal_ptr, req, WINDOW)
+    last = last_key(pos, ahead, seq_len)
 
     # One 64-bit base a tile and 32-bit offsets inside it: fewer registers than 64-bit rows.
     tile_token = (query_start + first_token).to(tl.int64)
@@ -110,15 +120,23 @@ def _prefill_kernel(
 
     # Keys below `full` tiles are visible to every row; keys from `end` on to none.
     first_pos = context_len + first_token
-    full = tl.maximum(first_pos + 1, 0) // BLOCK_N
-    end = tl.cdiv(tl.maximum(tl.minimum(first_pos + BLOCK_Q, seq_len), 0), BLOCK_N)
-    block_table_row_ptr = block_table_ptr + req * stride_bt_b
+    full = tl.maximum(last_key(first_pos, ahead, seq_len) + 1, 0) // BLOCK_N
+    end_pos = first_pos + BLOCK_Q
+    if ahead is not None:
+        end_pos += ahead
+    end = tl.cdiv(tl.maximum(tl.minimum(end_pos, seq_len), 0), BLOCK_N)
+    block_table_row_ptr = None
+    if block_table_ptr is not None:
+        block_table_row_ptr = block_table_ptr + req * stride_bt_b
     if USE_TMA:
         k_head = k_src
         v_head = v_src
     else:
         k_head = k_src + kv_head.to(tl.int64) * stride_k_h
         v_head = v_src + kv_head.to(tl.int64) * stride_v_h
+    if block_table_ptr is None:
+        k_head += query_start.to(tl.int64) * stride_k_s
+        v_head += query_start.to(tl.int64) * stride_v_s
     slope_log2 = None
     if slopes_ptr is not None:
         row_slope_ptr = slopes_ptr + tile_head + rows % GROUP_SIZE
@@ -131,23 +149,23 @@ def _prefill_kernel(
             first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
         )
         acc, _, m_i, l_i = attend(
-            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside, pos,
-            seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside,
+            pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
             WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
         )  # fmt: skip
         begin = inside
     acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full, pos,
-        seq_len, first_key, scale_log2, cap_log2, slope_log2,
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full,
+        pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
     )  # fmt: skip
     acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end, pos,
-        seq_len, first_key, scale_log2, cap_log2, slope_log2,
+        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end,
+        pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
@@ -180,13 +198,14 @@ def prefill_attention(
     kv: KvCache,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
     header: torch.Tensor,
     tile_req: torch.Tensor,
     tile_token: torch.Tensor,
     logits: Logits,
     *,
     window: int,
+    causal: bool | torch.Tensor,
     max_tiles: int,
     block_q: int,
     block_m: int,
@@ -207,32 +226,38 @@ def prefill_attention(
     lse : Tensor[num_tokens, num_q_heads], fp32, contiguous, or None
         Natural-log sum of exponentials, with the sink's; -inf for rows without any.
     kv : KvCache
-        Views of the paged keys and values.
+        Views of the keys and values: pages, or the batch's own rows.
     query_start_loc, seq_lens, block_table : Tensor, int32
-        The batch, as vLLM passes it; ``seq_lens`` counts context and new tokens.
+        The batch, as vLLM passes it; ``seq_lens`` counts context and new tokens.  Without a
+        ``block_table`` a request's keys are the rows of its queries.
     header, tile_req, tile_token : Tensor, int32
         The plan's tile count and, for each tile, its request and first token.
     logits : Logits
         What is done to products before the softmax.
     window : int
-        Keys a query may see, itself included; 0 for all.
+        Keys a query may see, itself included; 0 for all.  Where attention is not causal it sees
+        as many to its right.
+    causal : bool or Tensor[num_reqs], int32
+        Whether queries see no key past their own; a tensor says so for each request.
     max_tiles : int
         Grid bound; programs past ``header[0]`` return at once.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
+    flags = causal if isinstance(causal, torch.Tensor) else None
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
-        *logits.arguments, kv.k_scale, kv.v_scale,
-        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
+        *logits.arguments, kv.k_scale, kv.v_scale, flags,
+        out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
+        0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window, CAUSAL=causal is True,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
     )  # fmt: skip

@@ -8,6 +8,7 @@ both can be captured in a CUDA graph and replayed with other lengths.
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from tilewise.kernels.launch import KvCache, Logits, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
 from tilewise.pieces import scratch_slots
+from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,23 +30,25 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Plan:
     """One batch, planned.  Valid until the next ``plan()`` of the object that made it.
 
-    ``query_start_loc``, ``seq_lens`` and ``block_table`` are the caller's own tensors: whoever
-    replays a captured graph refreshes them in place and plans again.
+    ``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` (where it is a tensor) are the
+    caller's own tensors: whoever replays a captured graph refreshes them in place and plans again.
+    Without a ``block_table`` keys are the batch's own rows, and ``seq_lens`` is the object's.
     """
 
     owner: int
     generation: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    block_table: torch.Tensor | None
     num_reqs: int
     num_tokens: int
     max_prefill_tiles: int
     has_decode: bool
+    causal: bool | torch.Tensor = True
 
 
 class PagedAttention:
-    """Causal attention of variable-length queries over a paged KV cache.
+    """Attention of variable-length queries over a paged KV cache, or over their own keys.
 
     One object serves one stream at a time, and every change of lengths needs a new ``plan``.
 
@@ -66,7 +70,8 @@ class PagedAttention:
         Query tokens of a typical decode request (1 + speculative tokens), 1 to 16.
     window : int, optional
         Sliding window: a query sees this many keys at most, the last ones and its own among
-        them.  Pages left of it are not read.  None for all keys.
+        them.  Pages left of it are not read.  None for all keys.  Of a batch that is not causal
+        it reaches as far to the right.
     kv_dtype : torch.dtype, optional
         float8_e4m3fn or float8_e5m2 for an fp8 cache, whose tensors have that dtype or are its
         bytes, uint8.  Default: ``dtype``.
@@ -162,7 +167,7 @@ class PagedAttention:
         self._header = ints(HEADER_SIZE)
         self._tile_req, self._tile_token = ints(max(tiles, 1)), ints(max(tiles, 1))
         self._cu_tiles, self._cu_work = ints(self.max_num_reqs + 1), ints(self.max_num_reqs + 1)
-        self._arrivals = ints(workers)
+        self._arrivals, self._own_lengths = ints(workers), ints(self.max_num_reqs)
         self._worker_record = ints(workers * RECORD_SIZE).view(workers, RECORD_SIZE)
         rows = (scratch_slots(cfg.pieces, workers), cfg.decode.block_m)
         self._partial_acc = torch.empty(
@@ -180,12 +185,13 @@ class PagedAttention:
     def plan(
         self,
         query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
+        seq_lens: torch.Tensor | None,
+        block_table: torch.Tensor | None,
         *,
         num_tokens: int,
         max_query_len: int,
         has_decode: bool = True,
+        causal: bool | torch.Tensor = True,
     ) -> Plan:
         """Turn the batch's device lengths into tiles and splits; no host sync.
 
@@ -193,11 +199,14 @@ class PagedAttention:
         ----------
         query_start_loc : Tensor[num_reqs + 1], int32
             First query row of each request; padding requests have no rows.
-        seq_lens : Tensor[num_reqs], int32
-            Context plus new tokens; the new tokens are the last ones (causal, bottom-right).
-        block_table : Tensor[num_reqs, pages], int32
+        seq_lens : Tensor[num_reqs], int32, or None
+            Keys of each request: context plus new tokens, which are the last ones (causal,
+            bottom-right); of cross attention, keys of the encoder.
+        block_table : Tensor[num_reqs, pages], int32, or None
             Page ids; entries past a request's last page are never read.  Those of pages wholly
-            left of the window of its first query are never followed.
+            left of the window of its first query are never followed.  None, together with
+            ``seq_lens``: the keys of a request are the rows of its queries (encoders), and layers
+            run on these instead of a cache.
         num_tokens : int
             Upper bound on ``query_start_loc[-1]`` (the padded number of tokens).
         max_query_len : int
@@ -206,6 +215,9 @@ class PagedAttention:
         has_decode : bool
             False promises that no request has 1 to 16 query tokens; the split-KV kernel is
             then not launched.
+        causal : bool or Tensor[num_reqs], int32
+            Whether queries see no key past their own.  A tensor says so for each request (0: they
+            see every key); it is read when layers run.
 
         Returns
         -------
@@ -217,8 +229,13 @@ class PagedAttention:
         PlanMismatch
             When the batch exceeds the bounds given at construction, or a tensor does not fit.
         """
+        if seq_lens is None:
+            seq_lens = self._count_rows(query_start_loc, block_table)
+        elif block_table is None:
+            raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
         num_reqs = seq_lens.shape[0]
         self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
+        self._check_causal(causal, num_reqs)
         cfg = self.config
         tiles = 0
         if max_query_len > policy.DECODE_MAX_QUERY_LEN:
@@ -245,6 +262,7 @@ class PagedAttention:
             num_tokens=num_tokens,
             max_prefill_tiles=tiles,
             has_decode=has_decode and num_reqs > 0,
+            causal=causal,
         )
         return self._plan
 
@@ -273,7 +291,8 @@ class PagedAttention:
             a tile must lie within 2**31 elements.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim], or a pair (k, v)
             One tensor holds K then V in each row (vLLM 0.33); of a pair, each is
-            ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.
+            ``[num_pages, num_kv_heads, page_size, head_dim]``.  Any strides, last one 1.  Of a
+            plan without ``block_table``, a pair of ``[rows, num_kv_heads, head_dim]``.
         scale : float, optional
             Factor of the logits, positive; default ``head_dim ** -0.5``.
         out : Tensor like ``q``, optional
@@ -288,6 +307,7 @@ class PagedAttention:
             Logits become ``softcap * tanh(logits / softcap)``; 0 leaves them alone.
         alibi_slopes : Tensor[num_q_heads], floating point, optional
             ``slope * (query position - key position)`` is taken off each logit, after the cap.
+            For causal plans only.
         alibi_sqrt : bool
             Take ALiBi's distances under a square root.
         k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
@@ -317,6 +337,8 @@ class PagedAttention:
             raise PlanMismatch(f"softcap={softcap}; accepted: 0 (off) or a positive finite number")
         self._check_per_head("sinks", sinks)
         self._check_per_head("alibi_slopes", alibi_slopes)
+        if alibi_slopes is not None and plan.causal is not True:
+            raise PlanMismatch("alibi_slopes with a plan that is not causal; accepted: None")
         alibi_sqrt = alibi_sqrt and alibi_slopes is not None
         logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
         if out is None:
@@ -345,7 +367,7 @@ class PagedAttention:
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_record,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
-            item_overhead=self.config.item_overhead, window=self.config.window,
+            item_overhead=self.config.item_overhead, window=self.config.window, causal=plan.causal,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, **self.config.piece_constants,
@@ -363,11 +385,12 @@ class PagedAttention:
         use_tma: bool,
     ) -> None:
         cfg = self.config
-        batch = (
+        batch: tuple[Any, ...] = (
             plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip
-        if cfg.hopper_prefill and use_tma and not logits.shaped and _aligned_rows(q, out):
+        plain = logits.shaped or plan.causal is not True
+        if cfg.hopper_prefill and use_tma and not plain and _aligned_rows(q, out):
             # Imported late: other devices, and Triton's interpreter, need no Gluon.
             from tilewise.kernels.hopper_prefill import hopper_prefill_attention
 
@@ -381,7 +404,8 @@ class PagedAttention:
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
-            block_q=cfg.prefill_block_q, block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
+            causal=plan.causal, block_q=cfg.prefill_block_q, block_m=t.block_m,
+            block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
         )  # fmt: skip
@@ -401,11 +425,42 @@ class PagedAttention:
             )
         return plan
 
+    def _count_rows(
+        self, query_start_loc: torch.Tensor, block_table: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Key counts of a batch whose keys are its queries' rows, counted on the device."""
+        if block_table is not None:
+            raise PlanMismatch("seq_lens is None; accepted: only without a block_table")
+        num_reqs = query_start_loc.shape[0] - 1
+        if query_start_loc.dim() != 1 or not 0 <= num_reqs <= self.max_num_reqs:
+            raise PlanMismatch(
+                f"query_start_loc has shape {tuple(query_start_loc.shape)}; accepted: "
+                f"[num_reqs + 1] of at most {self.max_num_reqs} requests"
+            )
+        lengths = self._own_lengths[:num_reqs]
+        return torch.sub(query_start_loc[1:], query_start_loc[:-1], out=lengths)
+
+    def _check_causal(self, causal: bool | torch.Tensor, num_reqs: int) -> None:
+        if isinstance(causal, bool):
+            return
+        if not isinstance(causal, torch.Tensor):
+            raise PlanMismatch(f"causal={causal!r}; accepted: True, False or a tensor of flags")
+        if (
+            causal.shape != (num_reqs,)
+            or causal.dtype != torch.int32
+            or causal.device != self.device
+            or (num_reqs > 1 and causal.stride(0) != 1)
+        ):
+            raise PlanMismatch(
+                f"causal is {causal.dtype} {tuple(causal.shape)} on {causal.device}; accepted: "
+                f"True, False or contiguous torch.int32 ({num_reqs},) on {self.device}"
+            )
+
     def _check_batch(
         self,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
+        block_table: torch.Tensor | None,
         num_tokens: int,
         max_query_len: int,
     ) -> None:
@@ -416,9 +471,9 @@ class PagedAttention:
             raise PlanMismatch(f"{num_reqs} requests; built for at most {self.max_num_reqs}")
         if not 0 <= num_tokens <= self.max_num_tokens:
             raise PlanMismatch(f"num_tokens={num_tokens}; built for 0 to {self.max_num_tokens}")
-        named = {
-            "query_start_loc": query_start_loc, "seq_lens": seq_lens, "block_table": block_table
-        }  # fmt: skip
+        named = {"query_start_loc": query_start_loc, "seq_lens": seq_lens}
+        if block_table is not None:
+            named["block_table"] = block_table
         for name, x in named.items():
             if x.dtype != torch.int32 or x.device != self.device:
                 raise PlanMismatch(
@@ -431,13 +486,16 @@ class PagedAttention:
             )
         if num_reqs > 1 and seq_lens.stride(0) != 1:
             raise PlanMismatch(f"seq_lens has stride {seq_lens.stride(0)}; accepted: contiguous")
-        rows_of_ids = block_table.dim() == 2 and block_table.shape[0] >= num_reqs
-        if not rows_of_ids or (block_table.stride(1) != 1 and block_table.shape[1] != 1):
-            raise PlanMismatch(
-                f"block_table has shape {tuple(block_table.shape)} and strides "
-                f"{block_table.stride()}; accepted: [>= {num_reqs}, pages] with unit last stride"
-            )
-        keys = block_table.shape[1] * self.geometry.page_size
+        keys = num_tokens
+        if block_table is not None:
+            rows_of_ids = block_table.dim() == 2 and block_table.shape[0] >= num_reqs
+            if not rows_of_ids or (block_table.stride(1) != 1 and block_table.shape[1] != 1):
+                raise PlanMismatch(
+                    f"block_table has shape {tuple(block_table.shape)} and strides "
+                    f"{block_table.stride()}; accepted: [>= {num_reqs}, pages] with unit last "
+                    "stride"
+                )
+            keys = block_table.shape[1] * self.geometry.page_size
         longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
         units = num_reqs * policy.decode_units_bound(longest, keys, self.config)
         if units >= 2**31 or keys > 2**31 - 1024:
@@ -465,6 +523,8 @@ class PagedAttention:
                 raise PlanMismatch(
                     f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
                 )
+        if plan.block_table is None:
+            return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
         pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
         tensors = (q, *pair) if out is None else (q, out, *pair)
         same_pages = pair[0].shape[0] == pair[-1].shape[0]
@@ -487,6 +547,26 @@ class PagedAttention:
             if x.device != self.device:
                 raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")
         return kv, aligned and (kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
+
+    def _bind_rows(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> KvCache:
+        """Views of keys and values that are the batch's own rows; the copy engine reads pages."""
+        if self._fp8_format or k_scale is not None or v_scale is not None:
+            raise PlanMismatch(
+                f"kv_dtype={self.kv_dtype} with a plan without block_table; accepted: "
+                f"{self.dtype}, without scales"
+            )
+        self._check_rows("q", q)
+        if out is not None:
+            self._check_rows("out", out)
+        return view_rows(kv, self.geometry, self.dtype, self.device, plan.num_tokens)
 
     def _split(
         self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]

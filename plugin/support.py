@@ -258,13 +258,19 @@ TABLE: tuple[Capability, ...] = (
         targets=("TRITON_FLASH_ATTN", "TRITON_ATTN"),
     ),
     Capability(
-        "non_causal", "non-causal decoders", lambda r: r.use_non_causal,
-        "non-causal attention not supported", targets=_FLASH_OR_TRITON,
-        note="FLASHINFER's causal decode kernels may take its batches",
+        "non_causal", "non-causal decoders, and batches that are causal in part",
+        lambda r: r.use_non_causal, "non-causal attention not supported", native=True,
+        targets=_FLASH_OR_TRITON, note="FLASHINFER's causal decode kernels may take its batches",
     ),
     Capability(
         "attn_type", "encoders and cross attention", lambda r: r.attn_type != "decoder",
-        "attention type {attn_type} not supported", targets=_FLASH_OR_TRITON,
+        "attention type {attn_type} not supported", native=True, targets=_FLASH_OR_TRITON,
+    ),
+    Capability(
+        "alibi_not_causal", "ALiBi in layers that are not causal",
+        lambda r: r.alibi and (r.attn_type != "decoder" or r.use_non_causal),
+        "ALiBi slopes in a layer that is not causal not supported", targets=(),
+        note="TRITON_ATTN ignores the slopes of encoders",
     ),
     Capability(
         "per_head_scales", "per-head scales of an fp8 cache",

@@ -19,7 +19,7 @@ def workspace_bytes(config: policy.Config, max_num_reqs: int, max_num_tokens: in
     """
     tiles = policy.max_prefill_tiles(max_num_tokens, max_num_reqs, config.prefill_block_q)
     workers, decode = config.num_workers, config.decode
-    lists = HEADER_SIZE + 2 * max(tiles, 1) + 2 * (max_num_reqs + 1)
+    lists = HEADER_SIZE + 2 * max(tiles, 1) + 2 * (max_num_reqs + 1) + max_num_reqs
     per_worker = 1 + RECORD_SIZE  # counter of arrivals, record
     # An accumulator, a maximum and a sum for each row of a slot.
     partials = scratch_slots(config.pieces, 1) * decode.block_m * (decode.block_d + 2)

@@ -36,6 +36,7 @@ class Case:
     alibi: str = ""  # "linear" or "sqrt"
     kv_dtype: torch.dtype | None = None  # of an fp8 cache
     kv_scales: str = ""  # "tensor" or "head"
+    causal: bool | tuple[int, ...] = True  # a flag for each request
     label: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -49,6 +50,8 @@ class Case:
         ]
         if self.kv_dtype is not None:
             given.insert(0, str(self.kv_dtype).removeprefix("torch.float8_"))
+        if self.causal is not True:
+            given.append("flags" if self.causal else "bidirectional")
         return self.label or "-".join([name, *given])
 
 
@@ -210,7 +213,11 @@ def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
     kwargs = {
         "num_tokens": batch.q.shape[0],
         "max_query_len": max(q for q, _ in batch.case.requests),
+        "causal": batch.case.causal,
     } | overrides
+    if isinstance(kwargs["causal"], tuple):
+        flags = [*kwargs["causal"], *[1] * batch.case.pad_requests]
+        kwargs["causal"] = torch.tensor(flags, dtype=torch.int32, device=batch.q.device)
     return attn.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, **kwargs)
 
 
@@ -221,7 +228,7 @@ def reference(batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     these once more, scales go to logits and outputs as in the kernels.
     """
     case, scale = batch.case, batch.case.head_dim**-0.5
-    features = batch.features | {"window": case.window}
+    features = batch.features | {"window": case.window, "causal": case.causal}
     scales = [features.pop(name, None) for name in ("k_scale", "v_scale")]
     k, v = batch.k_cache, batch.v_cache
     if case.kv_dtype is None:

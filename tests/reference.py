@@ -18,11 +18,13 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     alibi_sqrt: bool = False,
     sinks: torch.Tensor | None = None,
+    causal: bool | tuple[int, ...] = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal (bottom-right) attention in ``dtype``; returns ``(out, lse)`` in ``dtype``/fp32.
+    """Attention (causal is bottom-right) in ``dtype``; returns ``(out, lse)`` in ``dtype``/fp32.
 
     ``q`` [tokens, Hq, D]; caches [pages, Hkv, page, D]; rows of no request come back as NaN.
     Keys that no query of a request sees are not touched, nor are their block-table entries.
+    ``causal`` may be a flag for each request; where it is not set, windows reach both ways.
     """
     num_tokens, num_q_heads, _ = q.shape
     page_size, group = k_cache.shape[2], num_q_heads // k_cache.shape[1]
@@ -48,9 +50,10 @@ def paged_attention(
         if alibi_slopes is not None:
             d = distance.clamp(min=0).float()
             s = s - alibi_slopes.float()[:, None, None] * (d.sqrt() if alibi_sqrt else d)
-        visible = distance >= 0
+        is_causal = causal if isinstance(causal, bool) else bool(causal[r])
+        visible = distance >= (0 if is_causal else -seq_len - len(pos))
         if window is not None:
-            visible &= distance < window
+            visible &= (distance if is_causal else distance.abs()) < window
         s = s.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             s = torch.cat([sinks.float()[:, None, None].expand(-1, len(pos), 1), s], -1)

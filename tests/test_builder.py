@@ -244,18 +244,6 @@ def test_drafts_may_be_trimmed_on_the_device():
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, torch.ones(2, dtype=torch.int32)])
-def test_batches_that_are_not_causal_are_refused(causal):
-    from tilewise.errors import UnsupportedConfig
-
-    builder = make_builder()
-    batch = make_batch([1, 1], causal=causal)
-    with pytest.raises(UnsupportedConfig, match=r"causal is .* only"):
-        builder.build(0, batch)
-    with pytest.raises(UnsupportedConfig, match="causal is"):
-        builder.build_for_cudagraph_capture(batch)
-
-
 def test_common_prefix_is_refused():
     from tilewise.errors import UnsupportedConfig
 
@@ -281,7 +269,11 @@ def make_impl(**changes):
         ({"chunk_lookback": 2}, "option 'chunk_lookback'"),
     ],
 )
-def test_layers_with_other_features_are_refused(change, text):
+def test_layers_with_other_features_are_refused(change, text, monkeypatch):
+    """What the table does not call native, the implementation refuses."""
+    from tilewise import support
+
+    monkeypatch.setattr(support, "is_native", lambda key: False)
     with pytest.raises(NotImplementedError, match=text):
         make_impl(**change)
 

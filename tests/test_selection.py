@@ -38,6 +38,11 @@ ACCEPTED = {
     "kv_connector": {"use_kv_connector": True},
     "adaptive_verification": {"use_adaptive_verification": True},
     "ampere": {"capability": [8, 0]},
+    "non_causal": {"use_non_causal": True},
+    "encoder": {"attn_type": "encoder"},
+    "encoder_only": {"attn_type": "encoder_only"},
+    "cross": {"attn_type": "encoder_decoder"},
+    "invariant": {"use_batch_invariant": True},
     "blackwell": {"capability": [10, 0]},
 }
 
@@ -51,13 +56,6 @@ FALLBACK = {
     "mm_prefix": ({"use_mm_prefix": True}, "TRITON_ATTN", "partial multimodal token full"),
     "mm_prefix_d256": (
         {"use_mm_prefix": True, "head_size": 256}, "TRITON_FLASH_ATTN", "partial multimodal",
-    ),
-    "non_causal": ({"use_non_causal": True}, "FLASH_ATTN", "non-causal attention not supported"),
-    "encoder": ({"attn_type": "encoder"}, "FLASH_ATTN", "attention type encoder not supported"),
-    "encoder_only": ({"attn_type": "encoder_only"}, "FLASH_ATTN", "type encoder_only not"),
-    "cross": ({"attn_type": "encoder_decoder"}, "FLASH_ATTN", "type encoder_decoder not"),
-    "cross_fp32": (
-        {"attn_type": "encoder_decoder", "dtype": "float32"}, "TRITON_ATTN", "encoder_decoder",
     ),
     "mla": ({"use_mla": True, "head_size": 576}, "FLASH_ATTN_MLA", "MLA not supported"),
     "sparse": (
@@ -96,7 +94,7 @@ OTHERS = {
     "none": ({"backend": None, "has_sink": True}, "FLASH_ATTN"),
 }
 
-SEVERAL = {"use_mm_prefix": True, "use_non_causal": True, "head_size": 84}
+SEVERAL = {"use_mm_prefix": True, "use_rswa": True, "head_size": 84}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +157,7 @@ def test_other_backends_are_left_alone(answers, name):
 def test_every_reason_is_given(answers):
     assert answers["several"]["name"] == "TRITON_ATTN"
     reasons = " ".join(answers["several"]["reasons"])
-    for text in ("head_size", "multimodal token", "non-causal"):
+    for text in ("head_size", "multimodal token", "R-SWA"):
         assert text in reasons
 
 

@@ -233,6 +233,7 @@ class PagedAttention:
             seq_lens = self._count_rows(query_start_loc, block_table)
         elif block_table is None:
             raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
+        self._check_device()
         num_reqs = seq_lens.shape[0]
         self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
         self._check_causal(causal, num_reqs)
@@ -327,6 +328,7 @@ class PagedAttention:
         PlanMismatch
             When the plan is stale, was made by another object, or the tensors do not fit it.
         """
+        self._check_device()
         plan = self._current(plan)
         kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
@@ -410,6 +412,14 @@ class PagedAttention:
             use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
+
+    def _check_device(self) -> None:
+        """Kernels start on the current device, whatever device their tensors are on."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            raise PlanMismatch(
+                f"the current device is cuda:{torch.cuda.current_device()}; built for {self.device} "
+                "(torch.cuda.set_device, or `with torch.cuda.device(...)`, makes it current)"
+            )
 
     def _current(self, plan: Plan | None) -> Plan:
         if plan is None:

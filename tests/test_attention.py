@@ -244,3 +244,14 @@ def test_devices_that_cannot_run_kernels_are_named():
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedConfig, match="torch sees no CUDA device"):
             PagedAttention(4, 2, 64, **kwargs)
+
+
+def test_another_current_device_is_refused(planned, monkeypatch):
+    """Its stream would get the launches, and pointers of another GPU's memory."""
+    attn, batch = planned
+    attn.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(PlanMismatch, match="current device is cuda:0; built for cuda:1"):
+        attn.run(batch.q, batch.kv_cache)
+    with pytest.raises(PlanMismatch, match="current device is cuda:0; built for cuda:1"):
+        plan_batch(attn, batch)

@@ -72,7 +72,9 @@ def engine_arguments(device: str) -> dict[str, Any]:
             "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 128 << 20,
         }
-    return common | {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
+    # The cache's size is given; the rest of a shared GPU is not asked for.
+    sizes = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
+    return common | sizes | {"dtype": "bfloat16"}
 
 
 def run_chats(model: str, device: str) -> dict[str, Any]:

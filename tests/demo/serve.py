@@ -75,7 +75,7 @@ def start_server(model: str, device: str, port: int, log: Path) -> subprocess.Po
         command += ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(128 << 20)]
     else:
         command += ["--dtype", "bfloat16", "--max-num-seqs", "32"]
-        command += ["--kv-cache-memory-bytes", str(1 << 30)]
+        command += ["--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.1"]
     say("  $ vllm " + " ".join(command[command.index("serve") :]))
     with log.open("wb") as sink:
         return subprocess.Popen(

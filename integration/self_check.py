@@ -197,6 +197,7 @@ def attend(
     sequence: Sequence,
     batch: list[tuple[int, int]],
     row_pad: int = 0,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
@@ -219,8 +220,9 @@ def attend(
         sizes = sizes.repeat_interleave(impl.num_heads // impl.num_kv_heads, 0)
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
     plan = attn.plan(
-        query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens)
-    )
+        query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens),
+        causal=causal,
+    )  # fmt: skip
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
         num_reqs=len(batch),

@@ -162,7 +162,9 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                 self_check.write(impl, layer, kv_cache, replace(first, key=key, value=value))
         for pad in pads:
             for batch in first.batches:
-                self_check.attend(impl, layer, attn, kv_cache, first, batch, pad)
+                self_check.attend(
+                    impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross
+                )
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

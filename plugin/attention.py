@@ -417,8 +417,8 @@ class PagedAttention:
         """Kernels start on the current device, whatever device their tensors are on."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             raise PlanMismatch(
-                f"the current device is cuda:{torch.cuda.current_device()}; built for {self.device} "
-                "(torch.cuda.set_device, or `with torch.cuda.device(...)`, makes it current)"
+                f"the current device is cuda:{torch.cuda.current_device()}; built for "
+                f"{self.device} (torch.cuda.set_device makes another one current)"
             )
 
     def _current(self, plan: Plan | None) -> Plan:

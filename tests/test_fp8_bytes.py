@@ -224,14 +224,18 @@ def test_cache_write_stores_the_nearest_bytes(model_dtype, dtype, scales, layout
         ({"fp8_format": ""}, "k_cache is torch.uint8 with fp8_format=''"),
         ({"k_scale": torch.ones(2)}, r"k_scale is torch.float32 \(2,\).*1 or 3 elements"),
         ({"v_scale": torch.ones(1).half()}, "v_scale is torch.float16"),
-        ({"k_scale": torch.ones(6)[::2]}, "k_scale is .*contiguous"),
+        ({"k_scale": (torch.ones(6), 2)}, "k_scale is .*contiguous"),
     ],
 )
 def test_cache_writes_that_make_no_sense_are_named(change, named, device):
     cache = torch.zeros(2, 3, 16, 64, dtype=torch.uint8, device=device)
     key = torch.ones(4, 3, 64, device=device)
     slots = torch.arange(4, device=device)
-    change = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    for name, value in change.items():
+        if isinstance(value, tuple):  # strided there: a copy to a GPU is contiguous
+            change = {name: value[0].to(device)[:: value[1]]}
+        elif isinstance(value, torch.Tensor):
+            change = {name: value.to(device)}
     with pytest.raises(ValueError, match=named):
         write_kv_cache(cache, cache, key, key, slots, **{"fp8_format": "e4m3_bits"} | change)
     with pytest.raises(ValueError, match="k_scale is given for a cache that is not fp8"):

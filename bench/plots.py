@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 # In SVG replaced by the colour of the page's text, so that one figure suits light and dark.
 INK = "#20252c"
 COLOURS = {
-    "tilewise": "#d9622b", "tilewise_p16": "#eda77f", "tilewise_hopper": "#a8431a",
+    "tilewise": "#d9622b", "tilewise_p16": "#eda77f", "tilewise_plain": "#a8431a",
     "fa3": "#3a86c8", "fa3_best": "#7db4df", "flashinfer": "#2a9d73", "triton_attn": "#b36bb0",
     "cudnn": "#9a8c2e", "TILEWISE": "#d9622b", "CUSTOM": "#d9622b", "FLASH_ATTN": "#3a86c8",
     "FLASHINFER": "#2a9d73", "TRITON_ATTN": "#b36bb0",

@@ -24,7 +24,7 @@ from agreement import compare, greedy_reference
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_model import TinyLlama
 
-from tilewise import exporter
+from tilewise import exporter, side_port
 from tilewise.counters import METRICS
 
 pytestmark = pytest.mark.vllm
@@ -69,7 +69,10 @@ def engine_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    # Tests before this one may have made a metrics folder for their own process.
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", exporter.FOLDER_VARIABLE,
+                 exporter.NATIVE_VARIABLE, side_port.LISTENER_VARIABLE):  # fmt: skip
+        environ.pop(name, None)
     return environ
 
 

@@ -198,11 +198,12 @@ class Session:
                 for turn in turns:
                     began = time.monotonic()
                     row = servers[turn.backend].measure()
+                    # On disk before anybody hears of it.
+                    env["clocks"] = monitor.summary()
+                    self.file.add(env, row)
                     done, spent = done + 1, spent + time.monotonic() - began
                     left = spent / done * (total - done)
                     print(f"[{done}/{total}] {_line(row)}; {_minutes(left)}", flush=True)
-                    env["clocks"] = monitor.summary()
-                    self.file.add(env, row)
 
     @contextlib.contextmanager
     def _servers(self, jobs: dict[str, Job], monitor: GpuMonitor) -> Iterator[dict[str, ServerRun]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilewise.bench.cases import CASES
+from tilewise.marked import replace_between, write_or_check
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HEADINGS = {
@@ -111,10 +111,7 @@ def replace_section(text: str, body: str) -> str:
     ValueError
         When the markers are not there exactly once.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the file must hold {BEGIN} and {END} once each")
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n{body}\n{END}", text)
+    return replace_between(text, BEGIN, END, body)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,11 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     text = args.readme.read_text(encoding="utf-8")
     new = replace_section(text, section(args.results))
-    if args.check:
-        print("up to date" if new == text else f"{args.readme} does not match {args.results}")
-        return int(new != text)
-    args.readme.write_text(new, encoding="utf-8")
-    return 0
+    return write_or_check(args.readme, text, new, str(args.results), args.check)
 
 
 if __name__ == "__main__":

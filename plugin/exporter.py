@@ -288,8 +288,13 @@ def _what_is_wrong(content: Any) -> str | None:
     """Why a file's content is not what this version writes; None if it is."""
     if not isinstance(content, dict) or not content.keys() >= {"labels", "totals", "histograms"}:
         return "not written by tilewise"
-    if list(content["labels"]) != ["engine", "rank"]:
-        return f"labels {list(content['labels'])}"
-    named = {name for name, *_ in content["totals"]} | set(content["histograms"])
-    unknown = sorted(named - METRICS.keys())
+    labels, totals, histograms = content["labels"], content["totals"], content["histograms"]
+    if not isinstance(labels, dict) or list(labels) != ["engine", "rank"]:
+        return f"labels {labels}"
+    shaped = isinstance(totals, list) and isinstance(histograms, dict)
+    if not shaped or not all(isinstance(cell, list) and len(cell) == 3 for cell in totals):
+        return "not written by tilewise"
+    unknown = sorted(
+        {str(name) for name in (*(cell[0] for cell in totals), *histograms)} - METRICS.keys()
+    )
     return f"another version's metrics: {', '.join(unknown)}" if unknown else None

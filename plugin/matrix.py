@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise import support
+from tilewise.marked import replace_between, write_or_check
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 
@@ -37,12 +38,8 @@ def replace_section(text: str) -> str:
     ValueError
         When the markers are not there exactly once.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the file must hold {BEGIN} and {END} once each")
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
     note = "Made by `python -m tilewise.matrix`; do not edit."
-    return f"{head}{BEGIN}\n{note}\n\n{matrix()}\n{END}{tail}"
+    return replace_between(text, BEGIN, END, f"{note}\n\n{matrix()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,11 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     text = args.readme.read_text(encoding="utf-8")
     new = replace_section(text)
-    if args.check:
-        print("up to date" if new == text else f"{args.readme} does not match the support table")
-        return int(new != text)
-    args.readme.write_text(new, encoding="utf-8")
-    return 0
+    return write_or_check(args.readme, text, new, "the support table", args.check)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise.counters import METRICS, Metric
+from tilewise.marked import replace_between, write_or_check
 
 BEGIN, END = "<!-- metrics:begin -->", "<!-- metrics:end -->"
 LABELS = {
@@ -60,12 +61,8 @@ def replace_section(text: str) -> str:
     ValueError
         When the markers are not there exactly once.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the file must hold {BEGIN} and {END} once each")
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
     note = "Made by `python -m tilewise.metrics_page`; do not edit."
-    return f"{head}{BEGIN}\n{note}\n\n{table()}\n{END}{tail}"
+    return replace_between(text, BEGIN, END, f"{note}\n\n{table()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     text = args.page.read_text(encoding="utf-8")
     new = replace_section(text)
-    if args.check:
-        print("up to date" if new == text else f"{args.page} does not match the definitions")
-        return int(new != text)
-    args.page.write_text(new, encoding="utf-8")
-    return 0
+    return write_or_check(args.page, text, new, "the definitions", args.check)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,8 @@ def test_the_first_process_makes_the_folder_and_removes_it():
     "content",
     [
         "", "[]", "{}", "null", '{"labels": {"engine": "0"}, "totals": [], "histograms": {}}',
+        '{"labels": 5, "totals": [], "histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [7], "histograms": {}}',
         '{"labels": {"engine": "0", "rank": "9"}, "totals": [["of_tomorrow", {}, 1]], '
         '"histograms": {}}',
     ],

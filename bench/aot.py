@@ -178,6 +178,8 @@ def _compile_attention(
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
         constants["ITEM_OVERHEAD"] = config.item_overhead
+        constants["BLOCK_R"], constants["BLOCK_P"] = config.merge_tile
+        constants["PDL"] = config.pdl
         constants |= _pieces(config)
     else:
         constants["BLOCK_Q"] = config.prefill_block_q

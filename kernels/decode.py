@@ -38,41 +38,95 @@ def _merge_pieces(
     partial_l_ptr,
     first,
     pieces,
-    rows,
-    offs_d,
-    row_ok,
+    first_row,
+    num_rows,
     BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Merge the partials of workers ``first .. first + pieces`` in that order.
+    """Merge rows ``first_row ..`` of the partials of workers ``first .. first + pieces``, in order.
 
     A stretch that starts inside an item continues it (slot ``2 w``); one that starts an item
-    keeps slot ``2 w + 1``, so a worker never needs more than two.  Maxima and sums come first,
-    many pieces at a time; then no accumulator waits for another, and their loads overlap.
+    keeps slot ``2 w + 1``, so a worker never needs more than two.  ``BLOCK_P`` pieces are on their
+    way at a time, values, maxima and sums together: one memory latency for all of them.
     """
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    row = first_row + tl.arange(0, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D)
+    m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for base in range(0, pieces, BLOCK_P):
+        # Loaded as a matrix, so that the rows of one piece lie across warps and the pieces of a
+        # row in one thread: a tensor of three axes is laid out differently by every Triton.
+        flat = tl.arange(0, BLOCK_P * BLOCK_R)
+        piece = base + flat // BLOCK_R
+        slots = 2 * (first + piece) + tl.where(piece == 0, 1, 0)
+        ids = slots.to(tl.int64) * BLOCK_M + first_row + flat % BLOCK_R
+        mask = (piece < pieces) & (first_row + flat % BLOCK_R < num_rows)
+        acc_ptrs = partial_acc_ptr + ids[:, None] * BLOCK_D + offs_d[None, :]
+        acc_p = tl.load(acc_ptrs, mask=mask[:, None], other=0.0)
         piece = base + tl.arange(0, BLOCK_P)
         slots = 2 * (first + piece) + tl.where(piece == 0, 1, 0)
-        ids = slots[:, None] * BLOCK_M + rows[None, :]  # [BLOCK_P, BLOCK_M]
-        mask = (piece < pieces)[:, None] & row_ok[None, :]
+        ids = slots[:, None] * BLOCK_M + row[None, :]  # [BLOCK_P, BLOCK_R]
+        mask = (piece < pieces)[:, None] & (row < num_rows)[None, :]
         m_p = tl.load(partial_m_ptr + ids, mask=mask, other=float("-inf"))
         l_p = tl.load(partial_l_ptr + ids, mask=mask, other=0.0)
         m_new = tl.maximum(m_i, tl.max(m_p, 0))
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l_i = l_i * tl.exp2(m_i - pivot) + tl.sum(l_p * tl.exp2(m_p - pivot[None, :]), 0)
+        keep = tl.exp2(m_i - pivot)
+        weight = tl.exp2(m_p - pivot[None, :])
+        l_i = l_i * keep + tl.sum(l_p * weight, 0)
+        acc_p = tl.reshape(acc_p, [BLOCK_P, BLOCK_R, BLOCK_D])
+        acc = acc * keep[:, None] + tl.sum(acc_p * weight[:, :, None], 0)
         m_i = m_new
-    pivot = tl.where(m_i == float("-inf"), 0.0, m_i)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for i in tl.range(0, pieces, loop_unroll_factor=4):
-        slot = (2 * (first + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
-        m_p = tl.load(partial_m_ptr + slot * BLOCK_M + rows, mask=row_ok, other=float("-inf"))
-        acc_ptrs = partial_acc_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
-        acc_p = tl.load(acc_ptrs, mask=row_ok[:, None], other=0.0)
-        acc += acc_p * tl.exp2(m_p - pivot)[:, None]
     return acc, m_i, l_i
+
+
+@triton.jit
+def _write_rows(
+    acc,
+    m_i,
+    l_i,
+    flat,
+    row_ok,
+    offs_d,
+    kv_head,
+    req_token,
+    out_ptr,
+    lse_ptr,
+    sink,
+    v_scale_ptr,
+    stride_o_t,
+    stride_o_h,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    V_SCALE_STEP: tl.constexpr,
+):
+    """Finish rows all of whose keys have met; ``flat`` counts them within the request's head.
+
+    ``sink`` has a logit for each, or is None.
+    """
+    first_head = kv_head.to(tl.int64) * GROUP_SIZE
+    token = flat // GROUP_SIZE
+    head = flat % GROUP_SIZE
+    if sink is not None:
+        # Here, and so once whatever the splits.
+        acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
+    out, lse = softmax_finish(acc, m_i, l_i)
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+    o_rows = token * stride_o_t + head * stride_o_h
+    o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
+    o_ptrs = o_item_ptr + (o_rows[:, None] + offs_d[None, :])
+    io_mask = row_ok[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+    if HAS_LSE:
+        NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+        lse_item_ptr = lse_ptr + req_token * NUM_Q_HEADS + first_head
+        tl.store(lse_item_ptr + token * NUM_Q_HEADS + head, lse, mask=row_ok)
 
 
 @triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=BATCH_ARGUMENTS)
@@ -121,8 +175,11 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
@@ -143,6 +200,9 @@ def _decode_kernel(
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
     the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
     """
+    if PDL:
+        # The launch before this one, whose results are read from here on, may still be running.
+        tl.extra.cuda.gdc_wait()
     worker = tl.program_id(0)
     record = worker_record_ptr + worker * 8
     cursor = tl.load(record)
@@ -209,6 +269,11 @@ def _decode_kernel(
         q_rows = token * stride_q_t + flat % GROUP_SIZE * stride_q_h
         q_item_ptr = q_ptr + req_token * stride_q_t + first_head * stride_q_h
         q = tl.load(q_item_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
+
+        sink = None
+        if sinks_ptr is not None:
+            # Not where it is used: nothing would hide its latency there.
+            sink = tl.load(sinks_ptr + first_head + flat % GROUP_SIZE)
 
         ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
         scale = scale_log2
@@ -278,6 +343,10 @@ def _decode_kernel(
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
 
+        if PDL:
+            if cursor + end - begin >= stretch_end:
+                # The next kernel's programs may take the places of those that have left.
+                tl.extra.cuda.gdc_launch_dependents()
         complete = True
         if MAX_PIECES:
             item_unit = cursor - begin
@@ -301,29 +370,32 @@ def _decode_kernel(
             # Every thread's partial must be out before the one atomic that announces it.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
-            complete = arrived == pieces - 1
-            if complete:
+            complete = False
+            if arrived == pieces - 1:
                 tl.store(arrivals_ptr + first, 0)  # ready for the next launch
-                acc, m_i, l_i = _merge_pieces(
-                    partial_acc_ptr, partial_m_ptr, partial_l_ptr, first, pieces,
-                    rows, offs_d, row_ok, BLOCK_M, BLOCK_D, BLOCK_P=16,
-                )  # fmt: skip
+                left = query_len * GROUP_SIZE - m_tile * BLOCK_M
+                for begin_row in range(0, tl.minimum(left, BLOCK_M), BLOCK_R):
+                    some_rows = begin_row + tl.arange(0, BLOCK_R)
+                    some_ok = some_rows < left
+                    acc_r, m_r, l_r = _merge_pieces(
+                        partial_acc_ptr, partial_m_ptr, partial_l_ptr, first, pieces, begin_row,
+                        left, BLOCK_M, BLOCK_R, BLOCK_D, BLOCK_P,
+                    )  # fmt: skip
+                    some_flat = m_tile * BLOCK_M + some_rows
+                    sink_r = None
+                    if sinks_ptr is not None:
+                        sink_r = tl.load(sinks_ptr + first_head + some_flat % GROUP_SIZE)
+                    _write_rows(
+                        acc_r, m_r, l_r, some_flat, some_ok, offs_d, kv_head,
+                        req_token, out_ptr, lse_ptr, sink_r, v_scale_ptr, stride_o_t, stride_o_h,
+                        NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP,
+                    )  # fmt: skip
         if complete:
-            if sinks_ptr is not None:
-                # Here, where all of a row's keys have met, and so once whatever the splits.
-                sink = tl.load(sinks_ptr + first_head + flat % GROUP_SIZE)
-                acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
-            out, lse = softmax_finish(acc, m_i, l_i)
-            if v_scale_ptr is not None:
-                out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
-            o_rows = token * stride_o_t + flat % GROUP_SIZE * stride_o_h
-            o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
-            o_ptrs = o_item_ptr + (o_rows[:, None] + offs_d[None, :])
-            tl.store(o_ptrs, out.to(out_ptr.dtype.element_ty), mask=io_mask)
-            if HAS_LSE:
-                NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
-                lse_item_ptr = lse_ptr + req_token * NUM_Q_HEADS + first_head
-                tl.store(lse_item_ptr + token * NUM_Q_HEADS + flat % GROUP_SIZE, lse, mask=row_ok)
+            _write_rows(
+                acc, m_i, l_i, flat, row_ok, offs_d, kv_head, req_token,
+                out_ptr, lse_ptr, sink, v_scale_ptr, stride_o_t, stride_o_h,
+                NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP,
+            )  # fmt: skip
         cursor += end - begin
 
 
@@ -363,6 +435,9 @@ def decode_attention(
     num_stages: int,
     tail_stages: int,
     use_tma: bool,
+    merge_rows: int,
+    merge_pieces: int,
+    pdl: bool = False,
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -416,9 +491,10 @@ def decode_attention(
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window, CAUSAL=causal is True,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=merge_rows, BLOCK_P=merge_pieces,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window, CAUSAL=causal is True,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
-    _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps)
+    options = {"launch_pdl": True} if pdl else {}
+    _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps, **options)

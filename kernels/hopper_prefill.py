@@ -29,75 +29,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.launch import LOG2E, Descriptors, KvCache, Launcher, Logits
-from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
+from tilewise.kernels.hopper_parts import (
+    ROWS,
+    barriers,
+    block_pages,
+    clear_rows,
+    copy_block,
+    describe,
+    field,
+    mask,
+    partition_barrier,
+    publish,
+    rescale,
+    row_sums,
+    softmax,
+    tma_load,
+    tma_store,
+)
+from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
-# Triton 3.8 names them anew and drops the old names later.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-ROWS = gl.constexpr(64)  # of one warpgroup
 TILE_FIELDS = gl.constexpr(7)
-
-
-@gluon.jit
-def _field(tile_s, slot, index: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Read one scalar of a published tile."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-    return gl.max(tile_s.index(slot * TILE_FIELDS + index).load(layout), 0)
-
-
-@gluon.jit
-def _publish(tile_s, slot, index: gl.constexpr, value):
-    """Write one scalar of a tile for the consumers (the producer has one warp)."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_s.index(slot * TILE_FIELDS + index).store(gl.full([1], value, gl.int32, layout))
-
-
-@gluon.jit
-def _copy_block(
-    desc, pages_s, full, stage, page0, page1, kv_head, slot,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Copy one block of keys or values into a ring slot, page by page and 64 columns at a time.
-
-    A 128-byte swizzled ``[BLOCK_N, HEAD_DIM]`` tile is ``HEAD_DIM / 64`` column slabs one after
-    the other; rows of a page are contiguous only inside a slab.
-    """
-    SLABS: gl.constexpr = HEAD_DIM // 64
-    PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
-    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
-    for slab in gl.static_range(SLABS):
-        at = (stage * SLABS + slab) * PIECES
-        _tma_load(desc, [page0, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at))
-        if PIECES == 2:
-            _tma_load(
-                desc, [page1, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at + 1)
-            )
-
-
-@gluon.jit
-def _block_pages(
-    block_table_row_ptr, block, first_key, seq_len,
-    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Pages of a key block: one, or two of half a block.
-
-    Pages of no visible key read as page 0: what the table says of them may be anything.
-    """
-    start = block * BLOCK_N
-    wanted = (start < seq_len) & (start + PAGE_ROWS > first_key)
-    page0 = gl.load(block_table_row_ptr + start // PAGE_SIZE, mask=wanted, other=0)
-    page1 = page0
-    if PAGE_ROWS < BLOCK_N:
-        second = start + PAGE_ROWS
-        wanted = (second < seq_len) & (start + BLOCK_N > first_key)
-        page1 = gl.load(block_table_row_ptr + second // PAGE_SIZE, mask=wanted, other=0)
-    return page0, page1
 
 
 @gluon.jit
@@ -138,43 +91,43 @@ def _producer(
 
         slot = done & 1
         mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
-        _publish(tile_s, slot, 0, query_start + first_token)
-        _publish(tile_s, slot, 1, query_len - first_token)
-        _publish(tile_s, slot, 2, first_pos)
-        _publish(tile_s, slot, 3, seq_len)
-        _publish(tile_s, slot, 4, kv_head)
-        _publish(tile_s, slot, 5, blocks)
-        _publish(tile_s, slot, 6, first_key)
+        publish(tile_s, slot, 0, query_start + first_token, TILE_FIELDS)
+        publish(tile_s, slot, 1, query_len - first_token, TILE_FIELDS)
+        publish(tile_s, slot, 2, first_pos, TILE_FIELDS)
+        publish(tile_s, slot, 3, seq_len, TILE_FIELDS)
+        publish(tile_s, slot, 4, kv_head, TILE_FIELDS)
+        publish(tile_s, slot, 5, blocks, TILE_FIELDS)
+        publish(tile_s, slot, 6, first_key, TILE_FIELDS)
         mbarrier.arrive(t_full.index(slot))
 
         row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
-        page0, page1 = _block_pages(
+        page0, page1 = block_pages(
             row_ptr, blocks - 1, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
         )
         for group in gl.static_range(2):
             mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
             mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
             token = query_start + first_token + group * TOKENS
-            _tma_load(
+            tma_load(
                 q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
             )
         for n in range(blocks - first_block):
             block = blocks - 1 - n
             # One block ahead, so that no copy waits for a page id.
             ahead = gl.maximum(block - 1, first_block)
-            next0, next1 = _block_pages(
+            next0, next1 = block_pages(
                 row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
             )
             stage = ring % STAGES
             parity = ((ring // STAGES) & 1) ^ 1
             in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
             mbarrier.wait(k_empty.index(stage), parity)
-            _copy_block(
+            copy_block(
                 k_desc, k_pages_s, k_full, stage, page0, page1, kv_head, in_page,
                 BLOCK_N, HEAD_DIM, PAGE_ROWS,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), parity)
-            _copy_block(
+            copy_block(
                 v_desc, v_pages_s, v_full, stage, page0, page1, kv_head, in_page,
                 BLOCK_N, HEAD_DIM, PAGE_ROWS,
             )  # fmt: skip
@@ -186,85 +139,12 @@ def _producer(
     # Tell the consumers that there is no further tile.
     slot = done & 1
     mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
-    _publish(tile_s, slot, 5, 0)
+    publish(tile_s, slot, 5, 0, TILE_FIELDS)
     mbarrier.arrive(t_full.index(slot))
     # The last program to finish leaves the counters as it found them, for the next launch.
     if gl.atomic_add(counter_ptr + 1, 1) == num_programs - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)
-
-
-_ASM_32, _TIES_32 = gl.constexpr(rescale_asm(32)), gl.constexpr(rescale_constraints(32))
-_ASM_64, _TIES_64 = gl.constexpr(rescale_asm(64)), gl.constexpr(rescale_constraints(64))
-_ASM_128, _TIES_128 = gl.constexpr(rescale_asm(128)), gl.constexpr(rescale_constraints(128))
-
-
-@gluon.jit
-def _rescale(acc, alpha):
-    """``acc * alpha[:, None]``, skipped where every factor of the warp is 1."""
-    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
-    if acc.shape[1] == 64:
-        return gl.inline_asm_elementwise(
-            _ASM_32, _TIES_32, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
-        )
-    elif acc.shape[1] == 128:
-        return gl.inline_asm_elementwise(
-            _ASM_64, _TIES_64, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
-        )
-    else:
-        gl.static_assert(acc.shape[1] == 256)
-        return gl.inline_asm_elementwise(
-            _ASM_128, _TIES_128, [acc, factor], dtype=gl.float32, is_pure=True, pack=128
-        )
-
-
-@gluon.jit
-def _mask(
-    s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
-):
-    """Keep keys up to each row's own position, with a window the last ones of these."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
-    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    pos = gl.expand_dims(first_pos + row // GROUP_PAD, 1)
-    seen = gl.expand_dims(key, 0) <= pos
-    if WINDOW:
-        seen = seen & (gl.expand_dims(key, 0) > pos - WINDOW)
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def _row_sums(p, BLOCK_N: gl.constexpr):
-    """A thread's own share of each row's sum: ``[64, 4]``, no shuffles until the tile's end."""
-    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
-    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    m_new = gl.where(m_new - m > 8.0, m_new, m)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
-    alpha = gl.exp2(m - m_new)
-    share = _row_sums(p, BLOCK_N)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-    sums = sums * gl.expand_dims(factor, 1) + share
-    return p, m_new, sums, alpha
-
-
-@gluon.jit
-def _clear_rows(pages_s, stage, begin, end, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zero the rows of V outside ``begin .. end``: their weight is 0, but 0 * NaN is not."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 16, gl.SliceLayout(1, layout))
-    for slab in gl.static_range(HEAD_DIM // 64):
-        columns = pages_s.index(stage * (HEAD_DIM // 64) + slab)
-        for strip in gl.static_range(BLOCK_N // 16):
-            if (strip * 16 < begin) | (strip * 16 + 16 > end):
-                part = columns.slice(strip * 16, 16)
-                keep = (strip * 16 + row >= begin) & (strip * 16 + row < end)
-                part.store(gl.where(gl.expand_dims(keep, 1), part.load(layout), 0.0))
-    fence_async_shared()
-    _partition_barrier()
 
 
 @gluon.jit
@@ -297,8 +177,8 @@ def _store_rows(
         if rows_left >= TOKENS:
             o_s.store(out)
             fence_async_shared()
-            _partition_barrier()
-            _tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
+            partition_barrier()
+            tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
         else:
             _store_each(base, out, rows_left, stride_o_t, stride_o_h, GROUP_SIZE, GROUP_PAD)
     else:
@@ -332,13 +212,13 @@ def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_PAD: gl
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
     slot = done & 1
     mbarrier.wait(t_full.index(slot), (done >> 1) & 1)
-    row_token = _field(tile_s, slot, 0, 4) + GROUP * TOKENS
-    rows_left = _field(tile_s, slot, 1, 4) - GROUP * TOKENS
-    first_pos = _field(tile_s, slot, 2, 4) + GROUP * TOKENS
-    seq_len = _field(tile_s, slot, 3, 4)
-    kv_head = _field(tile_s, slot, 4, 4)
-    blocks = _field(tile_s, slot, 5, 4)
-    first_key = _field(tile_s, slot, 6, 4)
+    row_token = field(tile_s, slot, 0, TILE_FIELDS, 4) + GROUP * TOKENS
+    rows_left = field(tile_s, slot, 1, TILE_FIELDS, 4) - GROUP * TOKENS
+    first_pos = field(tile_s, slot, 2, TILE_FIELDS, 4) + GROUP * TOKENS
+    seq_len = field(tile_s, slot, 3, TILE_FIELDS, 4)
+    kv_head = field(tile_s, slot, 4, TILE_FIELDS, 4)
+    blocks = field(tile_s, slot, 5, TILE_FIELDS, 4)
+    first_key = field(tile_s, slot, 6, TILE_FIELDS, 4)
     mbarrier.arrive(t_empty.index(slot))
     return row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key
 
@@ -390,15 +270,15 @@ def _consumer(
 
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
-        s = _mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_PAD, BLOCK_N, WINDOW)
+        s = mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_PAD, BLOCK_N, WINDOW)
         m = gl.maximum(m, gl.max(s, 1) * scale_log2)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-        sums = _row_sums(p, BLOCK_N)
+        sums = row_sums(p, BLOCK_N)
         alpha = gl.full([ROWS], 1.0, gl.float32, m_layout)
         keys_left = seq_len - (blocks - 1) * BLOCK_N
         if keys_left < BLOCK_N:
             mbarrier.wait(v_full.index(v_ring % STAGES), (v_ring // STAGES) & 1)
-            _clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, HEAD_DIM)
+            clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, HEAD_DIM)
         mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=count > 1)
         for part in gl.static_range(PARTS):
             begin = 1 if part == 0 else (whole if part == 1 else edge)
@@ -412,14 +292,14 @@ def _consumer(
                 # Packed here and carried as fp32: a 16-bit tensor on the loop's back edge is
                 # unpacked and packed again, scalar by scalar, in every round.
                 p16 = gl.convert_layout(p.to(dtype), p_layout)
-                acc = _rescale(acc, alpha)
+                acc = rescale(acc, alpha)
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
                 if part != 1:
                     start = (blocks - 1 - n) * BLOCK_N
-                    s = _mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                p, m, sums, alpha = _softmax(s, m, sums, scale_log2, BLOCK_N)
+                    s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
+                p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends
@@ -432,13 +312,13 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(stage))
                 mbarrier.arrive(v_empty.index(v_stage))
         p16 = gl.convert_layout(p.to(dtype), p_layout)
-        acc = _rescale(acc, alpha)
+        acc = rescale(acc, alpha)
         v_stage = v_ring % STAGES
         mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
         if WINDOW:
             strangers = first_key - (blocks - count) * BLOCK_N
             if strangers > 0:
-                _clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, HEAD_DIM)
+                clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, HEAD_DIM)
         pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(v_empty.index(v_stage))
@@ -461,14 +341,6 @@ def _consumer(
         row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
             tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
         )
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
@@ -503,9 +375,9 @@ def _hopper_prefill_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     bars = (
-        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1),
-        _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1),
-        _barriers(2, 2),
+        barriers(2, 1), barriers(2, 1), barriers(STAGES, 1),
+        barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1),
+        barriers(2, 2),
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -532,17 +404,6 @@ def _hopper_prefill_kernel(
 
 
 _launch_hopper_prefill = Launcher(_hopper_prefill_kernel)
-
-
-def _make_descriptor(
-    x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
-) -> TensorDescriptor:
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(x, shape, strides, block, layout)
-
-
-_describe = Descriptors(_make_descriptor)
 
 
 def hopper_prefill_attention(
@@ -583,8 +444,8 @@ def hopper_prefill_attention(
     rows = (64 // group_pad, group_pad, head_dim)
     page = (1, 1, min(page_size, block_n), 64)
     args = (
-        out, lse, logits.sinks, _describe(out, rows), _describe(q, rows),
-        _describe(kv.k, page), _describe(kv.v, page),
+        out, lse, logits.sinks, describe(out, rows), describe(q, rows),
+        describe(kv.k, page), describe(kv.v, page),
         query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
         header[COUNTERS:], logits.scale * LOG2E, out.stride(0), out.stride(1),
         block_table.stride(0),

@@ -51,7 +51,8 @@ def _active_workers(
         fits = mid.to(tl.int64) * mid <= limit
         lo = tl.where(fits, mid, lo)
         hi = tl.where(fits, hi, mid)
-    lo = tl.where(lo < NUM_WORKERS, tl.minimum(lo, NUM_SMS), lo)
+    few = tl.minimum(tl.minimum(2 * lo, most), NUM_SMS)
+    lo = tl.where(lo < NUM_WORKERS, few, lo)
     whole = lo // tl.maximum(items, 1) * items
     take_whole = (whole > 0) & ((lo < NUM_WORKERS) | (8 * whole >= 7 * lo))
     return tl.where(take_whole, whole, lo)

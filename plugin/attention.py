@@ -365,6 +365,7 @@ class PagedAttention:
         use_tma: bool,
     ) -> None:
         t = self.config.decode
+        merge_rows, merge_pieces = self.config.merge_tile
         decode_attention(
             out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_record,
@@ -372,7 +373,8 @@ class PagedAttention:
             item_overhead=self.config.item_overhead, window=self.config.window, causal=plan.causal,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, **self.config.piece_constants,
+            use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
+            pdl=self.config.pdl, **self.config.piece_constants,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 

@@ -159,6 +159,8 @@ class Config:
 
     ``pieces`` says where items are cut in batch-invariant mode; None: where stretches of equal
     work end.
+
+    ``pdl`` lets decode start while the kernel before it ends (programmatic dependent launch).
     """
 
     geometry: Geometry
@@ -170,6 +172,7 @@ class Config:
     window: int = 0
     hopper_prefill: HopperTiles | None = None
     pieces: Pieces | None = None
+    pdl: bool = False
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -195,6 +198,18 @@ class Config:
         if self.hopper_prefill:
             group = next_power_of_2(group)  # its boxes are powers of two
         return self.prefill.block_m // group
+
+    @property
+    def merge_tile(self) -> tuple[int, int]:
+        """Rows of an item that are merged at a time, and pieces of them.
+
+        So many that a thread has 64 values on their way, or 16 where more programs share an SM's
+        registers: one memory latency for most batches.
+        """
+        t = self.decode
+        rows = min(t.block_m, next_power_of_2(self.geometry.group_size), 8)
+        values = (64 if t.block_d >= 128 else 16) * 32 * t.num_warps
+        return rows, min(max(values // (rows * t.block_d), 1), 32)
 
     @property
     def piece_constants(self) -> dict[str, int]:
@@ -262,6 +277,7 @@ def choose(
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
         window=window,
+        pdl=device.arch >= 90 and not device.interpreted,
     )
 
 
@@ -397,6 +413,8 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
         else:
             stages = 4
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
+    if row_bytes <= 128 and not fp8:
+        tiles = replace(tiles, tail_stages=3)
     if not _tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
         if geometry.page_size % block_n and block_m == 16 and not fp8:
@@ -457,6 +475,8 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
     wanted = 2 if tile >= 64 * 128 else 3
+    if tiles.use_tma and tile <= 64 * 64 and tiles.block_m == 16 and geometry.kv_element_size == 2:
+        wanted = 4  # within 128 registers
     if geometry.kv_element_size == 1 and tiles.block_m > 16:
         wanted = 2  # converting takes registers, and so do rows
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
@@ -466,17 +486,18 @@ def active_workers(total: int, items: int, config: Config) -> int:
     """How many workers share ``total`` units of ``items`` items.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
-    ``w / items`` pieces.  A unit costs about as much as four merged pieces, so the sum is least
-    at ``w * w = 4 * total * items``; small batches stop there, large ones at the last worker, and
-    in between one worker an SM is better than two on some.  A multiple of ``items`` cuts equal
-    requests at their ends; it is taken where it idles few.
+    ``w / items`` pieces.  A unit costs about as much as sixteen merged pieces, so the sum is least
+    at ``w * w = 16 * total * items``; small batches stop there, large ones at the last worker.  In
+    between one worker an SM is better than two on some: two are worth their merging from where
+    they are at most half as many as that.  A multiple of ``items`` cuts equal requests at their
+    ends; it is taken where it idles few.
     """
     if total == 0:
         return 0
     tiles = total - items * config.item_overhead
     workers = min(tiles, config.num_workers, math.isqrt(4 * total * items))
     if workers < config.num_workers:
-        workers = min(workers, config.num_sms)
+        workers = min(2 * workers, tiles, config.num_sms)
     whole = workers // items * items
     if whole and (workers < config.num_workers or 8 * whole >= 7 * workers):
         return whole

@@ -1,0 +1,176 @@
+"""What the Gluon kernels for Hopper share: rings of shared memory, softmax steps, descriptors.
+
+A warpgroup computes tiles of 64 query rows; a producer warp fills rings of key and value blocks.
+A ring slot has two barriers: ``full`` (armed with a byte count, completed by the copy engine) and
+``empty`` (one arrival per consuming warpgroup).  The n-th use of a slot waits for ``full`` with
+parity ``(n // STAGES) & 1`` and, in the producer, for ``empty`` with the other one, so that the
+first round passes at once.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.kernels.launch import Descriptors
+from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
+
+# Triton 3.8 names them anew and drops the old names later.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+ROWS = gl.constexpr(64)  # of one warpgroup
+
+
+@gluon.jit
+def field(tile_s, slot, index: gl.constexpr, FIELDS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Read one scalar of a published tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.max(tile_s.index(slot * FIELDS + index).load(layout), 0)
+
+
+@gluon.jit
+def publish(tile_s, slot, index: gl.constexpr, value, FIELDS: gl.constexpr):
+    """Write one scalar of a tile for the consumers (the producer has one warp)."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile_s.index(slot * FIELDS + index).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def copy_block(
+    desc, pages_s, full, stage, page0, page1, kv_head, slot,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Copy one block of keys or values into a ring slot, page by page and 64 columns at a time.
+
+    A 128-byte swizzled ``[BLOCK_N, HEAD_DIM]`` tile is ``HEAD_DIM / 64`` column slabs one after
+    the other; rows of a page are contiguous only inside a slab.
+    """
+    SLABS: gl.constexpr = HEAD_DIM // 64
+    PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
+    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    for slab in gl.static_range(SLABS):
+        at = (stage * SLABS + slab) * PIECES
+        tma_load(desc, [page0, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at))
+        if PIECES == 2:
+            tma_load(
+                desc, [page1, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at + 1)
+            )
+
+
+@gluon.jit
+def block_pages(
+    block_table_row_ptr, block, first_key, seq_len,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Pages of a key block: one, or two of half a block.
+
+    Pages of no visible key read as page 0: what the table says of them may be anything.
+    """
+    start = block * BLOCK_N
+    wanted = (start < seq_len) & (start + PAGE_ROWS > first_key)
+    page0 = gl.load(block_table_row_ptr + start // PAGE_SIZE, mask=wanted, other=0)
+    page1 = page0
+    if PAGE_ROWS < BLOCK_N:
+        second = start + PAGE_ROWS
+        wanted = (second < seq_len) & (start + BLOCK_N > first_key)
+        page1 = gl.load(block_table_row_ptr + second // PAGE_SIZE, mask=wanted, other=0)
+    return page0, page1
+
+
+_ASM_32, _TIES_32 = gl.constexpr(rescale_asm(32)), gl.constexpr(rescale_constraints(32))
+_ASM_64, _TIES_64 = gl.constexpr(rescale_asm(64)), gl.constexpr(rescale_constraints(64))
+_ASM_128, _TIES_128 = gl.constexpr(rescale_asm(128)), gl.constexpr(rescale_constraints(128))
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """``acc * alpha[:, None]``, skipped where every factor of the warp is 1."""
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(
+            _ASM_32, _TIES_32, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+        )
+    elif acc.shape[1] == 128:
+        return gl.inline_asm_elementwise(
+            _ASM_64, _TIES_64, [acc, factor], dtype=gl.float32, is_pure=True, pack=64
+        )
+    else:
+        gl.static_assert(acc.shape[1] == 256)
+        return gl.inline_asm_elementwise(
+            _ASM_128, _TIES_128, [acc, factor], dtype=gl.float32, is_pure=True, pack=128
+        )
+
+
+@gluon.jit
+def mask(
+    s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Keep keys up to each row's own position, with a window the last ones of these."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    pos = gl.expand_dims(first_pos + row // GROUP_PAD, 1)
+    seen = gl.expand_dims(key, 0) <= pos
+    if WINDOW:
+        seen = seen & (gl.expand_dims(key, 0) > pos - WINDOW)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def row_sums(p, BLOCK_N: gl.constexpr):
+    """A thread's own share of each row's sum: ``[64, 4]``, no shuffles until the tile's end."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
+    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.where(m_new - m > 8.0, m_new, m)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    share = row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
+    return p, m_new, sums, alpha
+
+
+@gluon.jit
+def clear_rows(pages_s, stage, begin, end, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Zero the rows of V outside ``begin .. end``: their weight is 0, but 0 * NaN is not."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    for slab in gl.static_range(HEAD_DIM // 64):
+        columns = pages_s.index(stage * (HEAD_DIM // 64) + slab)
+        for strip in gl.static_range(BLOCK_N // 16):
+            if (strip * 16 < begin) | (strip * 16 + 16 > end):
+                part = columns.slice(strip * 16, 16)
+                keep = (strip * 16 + row >= begin) & (strip * 16 + row < end)
+                part.store(gl.where(gl.expand_dims(keep, 1), part.load(layout), 0.0))
+    fence_async_shared()
+    partition_barrier()
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+def _make_descriptor(
+    x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return TensorDescriptor(x, shape, strides, block, layout)
+
+
+describe = Descriptors(_make_descriptor)

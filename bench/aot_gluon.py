@@ -21,12 +21,33 @@ from tilewise import policy
 from tilewise.arch import ARCHITECTURES
 from tilewise.bench.aot import Resources, measure, threads
 from tilewise.errors import UnsupportedConfig
-from tilewise.kernels import hopper_prefill
+from tilewise.kernels import hopper_decode, hopper_prefill
 
 POINTERS = (
     "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "header_ptr", "tile_req_ptr",
     "tile_token_ptr", "counter_ptr",
 )  # fmt: skip
+DECODE_POINTERS = (
+    "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "header_ptr", "cu_work_ptr",
+    "worker_record_ptr",
+)  # fmt: skip
+
+
+def _descriptor(dtype: str, block: list[int]) -> str:
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
+
+
+def _compile(fn: Any, signature: dict[str, str], constants: dict[str, Any], aligned: Any) -> Any:
+    signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")
+    names = list(signature)
+    source = GluonASTSource(
+        fn=fn,
+        signature=signature,
+        constexprs=constants,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
 def compile_prefill(
@@ -48,15 +69,9 @@ def compile_prefill(
             f"the Gluon prefill: {policy.why_not_hopper(geometry, device, window)}"
         )
     chosen = replace(tuned, **tiles)
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(block: list[int]) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, element)
-        return f"tensordesc<{dtype}{block},{layout!r}>"
-
     group_pad = policy.next_power_of_2(group_size)
-    rows = descriptor([64 // group_pad, group_pad, head_dim])
-    page = descriptor([1, 1, min(page_size, chosen.block_n), 64])
+    rows = _descriptor(dtype, [64 // group_pad, group_pad, head_dim])
+    page = _descriptor(dtype, [1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
     signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
     signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
@@ -68,18 +83,47 @@ def compile_prefill(
         "STAGES": chosen.num_stages,
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
-    signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")
-    names = list(signature)
-    source = GluonASTSource(
-        fn=hopper_prefill._hopper_prefill_kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={
-            (names.index(n),): [["tt.divisibility", 16]]
-            for n in ("out_ptr", "stride_o_t", "stride_o_h")
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    aligned = ("out_ptr", "stride_o_t", "stride_o_h")
+    return _compile(hopper_prefill._hopper_prefill_kernel, signature, constants, aligned)
+
+
+def compile_decode(
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    page_size: int = 64,
+    group_size: int = 4,
+    lse: bool = False,
+    sinks: bool = False,
+    window: int = 0,
+    query_len: int = 1,
+) -> Any:
+    """Compile one variant of the Hopper decode kernel, with the policy's tiles."""
+    geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2)
+    device = ARCHITECTURES[90]
+    config = policy.choose(geometry, device, query_len, window)
+    chosen, block_m = config.hopper_decode, config.decode.block_m
+    if chosen is None:
+        why = policy.why_not_hopper_decode(geometry, device, config.decode)
+        raise UnsupportedConfig(f"the Gluon decode: {why}")
+    some, pieces = hopper_decode.merge_tile(head_dim, group_size, block_m)
+    page = _descriptor(dtype, [1, 1, chosen.block_n, 64])
+    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
+    signature |= {"q_desc": _descriptor(dtype, [block_m // group_size, group_size, 64])}
+    signature |= {"k_desc": page, "v_desc": page} | dict.fromkeys(DECODE_POINTERS, "*i32")
+    signature |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
+    signature |= {"arrivals_ptr": "*i32", "scale_log2": "fp32"}
+    signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
+    constants: dict[str, Any] = {
+        "NUM_WORKERS": config.num_workers, "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size,
+        "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "ITEM_OVERHEAD": config.item_overhead,
+        "HAS_LSE": lse, "WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": chosen.block_n,
+        "STAGES": chosen.num_stages, "PIECES": pieces, "SOME": some, "PDL": config.pdl,
+    }  # fmt: skip
+    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
+    aligned = ["out_ptr", "stride_o_t", "stride_o_h"]
+    aligned += [n for n in signature if n.startswith("partial_")]
+    return _compile(hopper_decode._hopper_decode_kernel, signature, constants, aligned)
 
 
 def main_loops(compiled: Any) -> list[dict[str, int]]:
@@ -117,6 +161,7 @@ def main_loops(compiled: Any) -> list[dict[str, int]]:
 
 
 def resources(
+    kernel: str,
     dtype: str,
     head_dim: int,
     page_size: int,
@@ -125,20 +170,21 @@ def resources(
     window: int = 0,
 ) -> Resources:
     """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
-    compiled = compile_prefill(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
+    compile_one: Any = compile_decode if kernel == "hopper_decode" else compile_prefill
+    compiled = compile_one(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
     features = ["sinks"] * sinks + [f"window={window}"] * bool(window)
     ptx = compiled.asm["ptx"]
     return Resources(
-        "hopper_prefill", 90, head_dim, page_size, group_size, dtype, "+".join(features),
+        kernel, 90, head_dim, page_size, group_size, dtype, "+".join(features),
         threads(compiled),
         *measure(compiled, 90), compiled.metadata.shared, ptx.count("wgmma.mma_async"),
         ptx.count("cp.async.bulk.tensor"),
     )  # fmt: skip
 
 
-def report(**variant: Any) -> dict[str, Any]:
+def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
     """Compile one variant and describe it, its main loops as well."""
-    compiled = compile_prefill(**variant)
+    compiled = (compile_decode if kernel == "decode" else compile_prefill)(**variant)
     registers, spill_bytes = measure(compiled, 90)
     ptx = compiled.asm["ptx"]
     return variant | {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilewise.bench.aot import Resources
 
 SCHEMA = 1
-KERNELS = ("prefill", "hopper_prefill", "decode", "plan", "cache_write")
+KERNELS = ("prefill", "hopper_prefill", "decode", "hopper_decode", "plan", "cache_write")
 DTYPES = ("bf16", "fp16", "fp32")
 FEATURES = ("sinks", "softcap", "alibi", "sqrt")
 # Names as in `vllm serve --kv-cache-dtype`, and their formats.
@@ -105,7 +105,7 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
         args.arch, args.kernel, args.dtype, args.head_size, args.page_size
     ):
         variant = Variant(kernel, arch, dtype, head_size, page_size)
-        if kernel == "hopper_prefill" and not _hopper_takes(variant, args):
+        if kernel.startswith("hopper") and not _hopper_takes(variant, args):
             continue
         if variant not in seen:
             seen.add(variant)
@@ -113,7 +113,7 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
 
 
 def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
-    """Whether the Gluon kernel serves such layers; what shapes logits is left to the plain one."""
+    """Whether a Gluon kernel serves such layers; what shapes logits is left to the plain one."""
     if not {"softcap", "alibi"}.isdisjoint(args.features):
         return False
     v, kv_size = variant, 1 if args.kv_cache_dtype in _FP8_CACHES else 0
@@ -123,7 +123,10 @@ def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
         geometry = policy.Geometry(q, kv, v.head_size, v.page_size, size, kv_size)
     except UnsupportedConfig:
         return False
-    return policy.why_not_hopper(geometry, ARCHITECTURES[v.arch], args.window or 0) is None
+    device, window = ARCHITECTURES[v.arch], args.window or 0
+    if v.kernel == "hopper_decode":
+        return policy.choose(geometry, device, window=window).hopper_decode is not None
+    return policy.why_not_hopper(geometry, device, window) is None
 
 
 def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
@@ -153,12 +156,14 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
     from tilewise.bench import aot
 
     v = variant
-    if v.kernel == "hopper_prefill":
+    if v.kernel.startswith("hopper"):
         from tilewise.bench import aot_gluon
 
         group = args.heads[0] // args.heads[1]
         sinks = "sinks" in args.features
-        return aot_gluon.resources(v.dtype, v.head_size, v.page_size, group, sinks, args.window)
+        return aot_gluon.resources(
+            v.kernel, v.dtype, v.head_size, v.page_size, group, sinks, args.window
+        )  # fmt: skip
     kv_format = _kv_format(args.kv_cache_dtype, v.arch, v.kernel)
     # The plain prefill as the policy has it beside the Gluon kernel.
     config = aot.configured(

@@ -45,7 +45,8 @@ class LayerKind:
     ``num_workers`` and ``workspace_bytes`` are the policy's choice for a layer of ours, else None;
     the workspace is that of one KV-cache group of such layers. ``hopper_prefill`` is the Gluon
     kernel's where that serves the layer, and ``prefill`` then its stand-in; ``why_not_hopper`` says
-    why it does not.
+    why it does not.  ``hopper_decode`` is the Gluon kernel's for batches of at most
+    ``few_requests``; larger ones are the plain kernel's.
     """
 
     layers: tuple[int, ...]
@@ -62,6 +63,8 @@ class LayerKind:
     hopper_prefill: Mapping[str, Any] | None = None
     why_not_hopper: str | None = None
     decode: Mapping[str, Any] | None = None
+    hopper_decode: Mapping[str, Any] | None = None
+    few_requests: int | None = None
     num_workers: int | None = None
     workspace_bytes: int | None = None
 
@@ -217,16 +220,22 @@ def _planned(
     except UnsupportedConfig as error:
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
     why_not = policy.why_not_hopper(geometry, device, kind.window or 0)
-    if why_not is None and (request.soft_cap or request.alibi or request.alibi_sqrt):
+    shaped = bool(request.soft_cap or request.alibi or request.alibi_sqrt)
+    if why_not is None and shaped:
         why_not = "a logits soft cap or ALiBi (accepted: neither)"
     hopper = config.hopper_prefill if why_not is None else None
+    few = None if shaped else config.hopper_decode
+    kernels = ["plan", "cache_write", "hopper_prefill" if hopper else "prefill"]
+    kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
     return replace(
         kind,
-        kernels=("plan", "cache_write", "hopper_prefill" if hopper else "prefill", "decode"),
+        kernels=tuple(kernels),
         prefill=asdict(config.prefill),
         hopper_prefill=asdict(hopper) if hopper else None,
         why_not_hopper=why_not,
         decode=asdict(config.decode),
+        hopper_decode=asdict(few) if few else None,
+        few_requests=config.num_sms // geometry.num_kv_heads if few else None,
         num_workers=config.num_workers,
         workspace_bytes=workspace_bytes(config, server.max_num_seqs, server.max_num_batched_tokens),
     )

@@ -84,22 +84,23 @@ def _layer_row(kind: LayerKind) -> tuple[str, ...]:
 
 
 def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
-    first = (ranges(kind.layers), f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB")
-    names = ["prefill", "decode"]
+    decode: Any = kind.decode
+    prefill: Any = kind.prefill
+    rows: list[tuple[str, int, Any]] = [("prefill", prefill["block_m"], prefill)]
     if kind.hopper_prefill is not None:
-        tiles: Any = kind.hopper_prefill
+        rows = [("hopper_prefill", HOPPER_ROWS, kind.hopper_prefill)]
+    if kind.hopper_decode is not None:
+        name = f"hopper_decode (to {kind.few_requests} requests)"
+        rows.append((name, decode["block_m"], kind.hopper_decode))
+    rows.append(("decode", decode["block_m"], decode))
+    first = (ranges(kind.layers), f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB")
+    for name, block_m, tiles in rows:
+        stages = str(tiles["num_stages"])
+        if "tail_stages" in tiles:
+            stages += f"/{tiles['tail_stages']}"
         yield (
-            first[0], "hopper_prefill", f"{HOPPER_ROWS} x {tiles['block_n']}", "-",
-            str(tiles["num_stages"]), "yes", first[1],
-        )  # fmt: skip
-        names, first = ["decode"], ("", "")
-    for name in names:
-        tiles = getattr(kind, name)
-        yield (
-            first[0], name,
-            f"{tiles['block_m']} x {tiles['block_n']}", str(tiles["num_warps"]),
-            f"{tiles['num_stages']}/{tiles['tail_stages']}",
-            "yes" if tiles["use_tma"] else "no", first[1],
+            first[0], name, f"{block_m} x {tiles['block_n']}", str(tiles.get("num_warps", "-")),
+            stages, "yes" if tiles.get("use_tma", True) else "no", first[1],
         )  # fmt: skip
         first = ("", "")
 

@@ -10,7 +10,8 @@ then compared with that of the keys and values that the cache holds, as closely 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,8 +199,11 @@ def attend(
     batch: list[tuple[int, int]],
     row_pad: int = 0,
     causal: bool = True,
+    many: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
+
+    With ``many`` the decode kernel for many requests runs, however few there are.
 
     Returns
     -------
@@ -223,6 +227,8 @@ def attend(
         query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens),
         causal=causal,
     )  # fmt: skip
+    if many:
+        plan = replace(plan, decodes_few=False)
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
         num_reqs=len(batch),
@@ -239,6 +245,11 @@ def attend(
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
     impl.forward(layer, query, None, None, kv_cache, metadata, output)
     return query, output
+
+
+def decode_kernels(attn: PagedAttention) -> tuple[bool, ...]:
+    """Values of ``attend``'s ``many`` that between them run every decode kernel there is."""
+    return (False, True) if attn.config.decodes_few(1) else (False,)
 
 
 def reference(
@@ -309,8 +320,8 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
-        for batch in sequence.batches:
-            query, output = attend(impl, layer, attn, kv_cache, sequence, batch)
+        for batch, many in product(sequence.batches, decode_kernels(attn)):
+            query, output = attend(impl, layer, attn, kv_cache, sequence, batch, many=many)
             begin = 0
             for tokens, length in batch:
                 rows = slice(begin, begin + tokens)

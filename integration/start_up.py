@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,9 +162,9 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                 key, value = by_pad[key_pad].key, by_pad[value_pad].value
                 self_check.write(impl, layer, kv_cache, replace(first, key=key, value=value))
         for pad in pads:
-            for batch in first.batches:
+            for batch, many in product(first.batches, self_check.decode_kernels(attn)):
                 self_check.attend(
-                    impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross
+                    impl, layer, attn, kv_cache, first, batch, pad, not impl.is_cross, many
                 )
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)

@@ -343,10 +343,9 @@ def _decode_kernel(
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
 
-        if PDL:
-            if cursor + end - begin >= stretch_end:
-                # The next kernel's programs may take the places of those that have left.
-                tl.extra.cuda.gdc_launch_dependents()
+        if PDL and cursor + end - begin >= stretch_end:
+            # The next kernel's programs may take the places of those that have left.
+            tl.extra.cuda.gdc_launch_dependents()
         complete = True
         if MAX_PIECES:
             item_unit = cursor - begin
@@ -492,8 +491,8 @@ def decode_attention(
         HAS_LSE=lse is not None, USE_TMA=use_tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=merge_rows, BLOCK_P=merge_pieces,
-        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window, CAUSAL=causal is True,
-        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
+        NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window,
+        CAUSAL=causal is True, ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
     options = {"launch_pdl": True} if pdl else {}

@@ -39,7 +39,7 @@ from tilewise.kernels.hopper_parts import (
 )
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 
-ITEM_FIELDS = gl.constexpr(10)
+ITEM_FIELDS = gl.constexpr(12)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -67,111 +67,110 @@ def _owner(unit, total, active):
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
-    cu_work_ptr, worker_record_ptr, stride_bt_b, bars, q_token_s, k_pages_s, v_pages_s, item_s,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, ITEM_OVERHEAD: gl.constexpr, WINDOW: gl.constexpr,
+    q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, cu_work_ptr,
+    worker_record_ptr, stride_bt_b, bars, q_token_s, k_pages_s, v_pages_s, item_s,
+    NUM_WORKERS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ITEM_OVERHEAD: gl.constexpr,
+    WINDOW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Announce the stretch's items and copy their Q, K and V."""
+    """Announce the items of the program's stretches and copy their Q, K and V.
+
+    A plan has one stretch a program; one that was made for more programs leaves each several.
+    """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     SLABS: gl.constexpr = HEAD_DIM // 64
     TOKENS: gl.constexpr = BLOCK_M // GROUP_SIZE
-    worker = gl.program_id(0)
-    record = worker_record_ptr + worker * 8
-    cursor = gl.load(record)
-    stretch_end = gl.load(record + 1)
-    req = gl.load(record + 2)
-    req_begin = gl.load(record + 3)
-    req_end = gl.load(record + 4)
-    query_start = gl.load(record + 5)
-    query_len = gl.load(record + 6)
-    seq_len = gl.load(record + 7)
-    active = gl.load(header_ptr + 1)
-    total = gl.load(header_ptr + 2)
     ring = 0
     done = 0
-    while cursor < stretch_end:
-        if cursor >= req_end:
-            while req_end <= cursor:
-                req += 1
-                req_end = gl.load(cu_work_ptr + req + 1)
-            req_begin = gl.load(cu_work_ptr + req)
-            query_start = gl.load(query_start_loc_ptr + req)
-            query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
-            seq_len = gl.load(seq_lens_ptr + req)
-        # As in the plain twin: sizes come from the plan alone, whatever became of the lengths.
-        tiles_m = (query_len * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-        length = (req_end - req_begin) // (tiles_m * NUM_KV_HEADS)
-        tiles_n = length - ITEM_OVERHEAD
-        local = cursor - req_begin
-        item = local // length
-        kv_head = item // tiles_m
-        m_tile = item - kv_head * tiles_m
-        begin = local - item * length
-        end = gl.minimum(length, begin + stretch_end - cursor)
-        lo = (begin.to(gl.int64) * tiles_n // length).to(gl.int32)
-        hi = (end.to(gl.int64) * tiles_n // length).to(gl.int32)
-        first_key = 0
-        if WINDOW:
-            skipped = gl.maximum(seq_len - query_len + 1 - WINDOW, 0) // BLOCK_N
-            lo += skipped
-            hi += skipped
-            first_pos = seq_len - query_len + m_tile * TOKENS
-            first_key = gl.maximum(first_pos + 1 - WINDOW, 0)
-        pieces = 1
-        first = worker
-        if end - begin < length:
-            item_unit = cursor - begin
-            first = _owner(item_unit, total, active)
-            pieces = _owner(item_unit + length - 1, total, active) - first + 1
+    for worker in range(gl.program_id(0), NUM_WORKERS, gl.num_programs(0)):
+        record = worker_record_ptr + worker * 8
+        cursor = gl.load(record)
+        stretch_end = gl.load(record + 1)
+        req = gl.load(record + 2)
+        req_begin = gl.load(record + 3)
+        req_end = gl.load(record + 4)
+        query_start = gl.load(record + 5)
+        query_len = gl.load(record + 6)
+        seq_len = gl.load(record + 7)
+        while cursor < stretch_end:
+            if cursor >= req_end:
+                while req_end <= cursor:
+                    req += 1
+                    req_end = gl.load(cu_work_ptr + req + 1)
+                req_begin = gl.load(cu_work_ptr + req)
+                query_start = gl.load(query_start_loc_ptr + req)
+                query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
+                seq_len = gl.load(seq_lens_ptr + req)
+            # As in the plain twin: sizes come from the plan alone, whatever became of the lengths.
+            tiles_m = (query_len * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+            length = (req_end - req_begin) // (tiles_m * NUM_KV_HEADS)
+            tiles_n = length - ITEM_OVERHEAD
+            local = cursor - req_begin
+            item = local // length
+            kv_head = item // tiles_m
+            m_tile = item - kv_head * tiles_m
+            begin = local - item * length
+            end = gl.minimum(length, begin + stretch_end - cursor)
+            lo = (begin.to(gl.int64) * tiles_n // length).to(gl.int32)
+            hi = (end.to(gl.int64) * tiles_n // length).to(gl.int32)
+            first_key = 0
+            if WINDOW:
+                skipped = gl.maximum(seq_len - query_len + 1 - WINDOW, 0) // BLOCK_N
+                lo += skipped
+                hi += skipped
+                first_pos = seq_len - query_len + m_tile * TOKENS
+                first_key = gl.maximum(first_pos + 1 - WINDOW, 0)
+            row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
+            page, _ = block_pages(row_ptr, lo, first_key, seq_len, BLOCK_N, PAGE_SIZE, BLOCK_N)
 
-        slot = done & 1
-        mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
-        publish(item_s, slot, 0, query_start, ITEM_FIELDS)
-        publish(item_s, slot, 1, query_len, ITEM_FIELDS)
-        publish(item_s, slot, 2, seq_len, ITEM_FIELDS)
-        publish(item_s, slot, 3, kv_head, ITEM_FIELDS)
-        publish(item_s, slot, 4, m_tile, ITEM_FIELDS)
-        publish(item_s, slot, 5, lo, ITEM_FIELDS)
-        publish(item_s, slot, 6, hi, ITEM_FIELDS)
-        publish(item_s, slot, 7, first, ITEM_FIELDS)
-        # 0 pieces: no further item.  The sign says who holds the item's start.
-        publish(item_s, slot, 8, gl.where(begin == 0, pieces, -pieces), ITEM_FIELDS)
-        publish(item_s, slot, 9, (cursor + end - begin >= stretch_end).to(gl.int32), ITEM_FIELDS)
-        mbarrier.expect(q_full.index(slot), BLOCK_M * HEAD_DIM * 2)
-        for slab in gl.static_range(SLABS):
-            tma_load(
-                q_desc, [query_start + m_tile * TOKENS, kv_head * GROUP_SIZE, slab * 64],
-                q_full.index(slot), q_token_s.index((slot * SLABS + slab) * (ROWS // BLOCK_M)),
-            )  # fmt: skip
-        row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
-        page, _ = block_pages(row_ptr, lo, first_key, seq_len, BLOCK_N, PAGE_SIZE, BLOCK_N)
-        for j in range(lo, hi):
-            # One tile ahead, so that no copy waits for a page id.
-            next_page, _ = block_pages(
-                row_ptr, gl.minimum(j + 1, hi - 1), first_key, seq_len, BLOCK_N, PAGE_SIZE, BLOCK_N
-            )
-            stage = ring % STAGES
-            parity = ((ring // STAGES) & 1) ^ 1
-            in_page = (j * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
-            mbarrier.wait(k_empty.index(stage), parity)
-            copy_block(
-                k_desc, k_pages_s, k_full, stage, page, page, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, BLOCK_N,
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), parity)
-            copy_block(
-                v_desc, v_pages_s, v_full, stage, page, page, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, BLOCK_N,
-            )  # fmt: skip
-            ring += 1
-            page = next_page
-        cursor += end - begin
-        done += 1
+            slot = done & 1
+            mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
+            publish(item_s, slot, 0, query_start, ITEM_FIELDS)
+            publish(item_s, slot, 1, query_len, ITEM_FIELDS)
+            publish(item_s, slot, 2, seq_len, ITEM_FIELDS)
+            publish(item_s, slot, 3, kv_head, ITEM_FIELDS)
+            publish(item_s, slot, 4, m_tile, ITEM_FIELDS)
+            publish(item_s, slot, 5, lo, ITEM_FIELDS)
+            publish(item_s, slot, 6, hi, ITEM_FIELDS)
+            publish(item_s, slot, 7, worker, ITEM_FIELDS)
+            publish(item_s, slot, 8, cursor - begin, ITEM_FIELDS)
+            publish(item_s, slot, 9, length, ITEM_FIELDS)
+            publish(item_s, slot, 10, begin, ITEM_FIELDS)
+            publish(item_s, slot, 11, end, ITEM_FIELDS)
+            mbarrier.expect(q_full.index(slot), BLOCK_M * HEAD_DIM * 2)
+            for slab in gl.static_range(SLABS):
+                tma_load(
+                    q_desc, [query_start + m_tile * TOKENS, kv_head * GROUP_SIZE, slab * 64],
+                    q_full.index(slot), q_token_s.index((slot * SLABS + slab) * (ROWS // BLOCK_M)),
+                )  # fmt: skip
+            for j in range(lo, hi):
+                # One tile ahead, so that no copy waits for a page id.
+                ahead = gl.minimum(j + 1, hi - 1)
+                next_page, _ = block_pages(
+                    row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, BLOCK_N
+                )
+                stage = ring % STAGES
+                parity = ((ring // STAGES) & 1) ^ 1
+                in_page = (j * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
+                mbarrier.wait(k_empty.index(stage), parity)
+                copy_block(
+                    k_desc, k_pages_s, k_full, stage, page, page, kv_head, in_page,
+                    BLOCK_N, HEAD_DIM, BLOCK_N,
+                )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), parity)
+                copy_block(
+                    v_desc, v_pages_s, v_full, stage, page, page, kv_head, in_page,
+                    BLOCK_N, HEAD_DIM, BLOCK_N,
+                )  # fmt: skip
+                ring += 1
+                page = next_page
+            cursor += end - begin
+            done += 1
+    # An item of no length tells the consumer that there is no further one.
     slot = done & 1
     mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
-    publish(item_s, slot, 8, 0, ITEM_FIELDS)
+    publish(item_s, slot, 9, 0, ITEM_FIELDS)
     mbarrier.arrive(q_full.index(slot))
 
 
@@ -207,16 +206,16 @@ def _merge(
     partial_acc_ptr, partial_m_ptr, partial_l_ptr, out_ptr, lse_ptr, sinks_ptr, first, pieces,
     first_flat, rows_left, query_start, kv_head, stride_o_t, stride_o_h,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_LSE: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr,
+    HAS_LSE: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """Merge the partials of workers ``first .. first + pieces`` in that order, and store.
 
-    All of ``PIECES`` pieces of a row lie in one thread, their loads on their way together.
+    ``SOME`` rows at a time.  All of ``PIECES`` pieces of a row lie in one thread, their loads on
+    their way together.
     """
     LANES: gl.constexpr = HEAD_DIM // 4
-    SOME: gl.constexpr = 4 * (32 // LANES)  # rows at a time: those of four warps
     cube: gl.constexpr = gl.BlockedLayout(
-        [PIECES, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0]
+        [PIECES, SOME * LANES // 128, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0]
     )
     by_piece: gl.constexpr = gl.SliceLayout(2, cube)
     plane: gl.constexpr = gl.SliceLayout(0, cube)
@@ -255,7 +254,7 @@ def _merge(
 
 @gluon.jit
 def _read_item(item_s, q_full, done):
-    """The fields of the program's item number ``done``; 0 pieces after the last."""
+    """The fields of the program's item number ``done``; no length after the last."""
     slot = done & 1
     mbarrier.wait(q_full.index(slot), (done >> 1) & 1)
     return (
@@ -264,18 +263,19 @@ def _read_item(item_s, q_full, done):
         field(item_s, slot, 4, ITEM_FIELDS, 4), field(item_s, slot, 5, ITEM_FIELDS, 4),
         field(item_s, slot, 6, ITEM_FIELDS, 4), field(item_s, slot, 7, ITEM_FIELDS, 4),
         field(item_s, slot, 8, ITEM_FIELDS, 4), field(item_s, slot, 9, ITEM_FIELDS, 4),
+        field(item_s, slot, 10, ITEM_FIELDS, 4), field(item_s, slot, 11, ITEM_FIELDS, 4),
     )  # fmt: skip
 
 
 @gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr, arrivals_ptr, bars,
-    q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t, stride_o_h, scale_log2,
+    out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr, arrivals_ptr,
+    header_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t, stride_o_h, scale_log2,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PIECES: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, PIECES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
-    """Attend for every item of the stretch; merge those that this program is the last to reach."""
+    """Attend for every item of the program; merge those that this program is the last to reach."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -283,16 +283,17 @@ def _consumer(
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     TOKENS: gl.constexpr = BLOCK_M // GROUP_SIZE
-    worker = gl.program_id(0)
+    active = gl.load(header_ptr + 1)
+    total_units = gl.load(header_ptr + 2)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, o_layout))
     row = gl.arange(0, ROWS, m_layout)
     ring = 0
     done = 0
-    query_start, query_len, seq_len, kv_head, m_tile, lo, hi, first, pieces, is_last = _read_item(
-        item_s, q_full, 0
+    query_start, query_len, seq_len, kv_head, m_tile, lo, hi, worker, unit, length, begin, end = (
+        _read_item(item_s, q_full, 0)
     )
-    while pieces != 0:
+    while length > 0:
         slot = done & 1
         q = q_s.index(slot)
         first_pos = seq_len - query_len + m_tile * TOKENS
@@ -321,29 +322,24 @@ def _consumer(
             acc = rescale(acc, alpha)
             mbarrier.wait(v_full.index(stage), parity)
             if (start + BLOCK_N > seq_len) | (start < first_key):
-                clear_rows(
-                    v_slabs_s, stage, first_key - start, seq_len - start, BLOCK_N, HEAD_DIM
-                )
+                clear_rows(v_slabs_s, stage, first_key - start, seq_len - start, BLOCK_N, HEAD_DIM)
             acc = warpgroup_mma(p16, v_s.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage))
             ring += 1
         mbarrier.arrive(q_empty.index(slot))
-        if PDL:
-            if is_last != 0:
-                _let_the_next_launch_start()
         total = gl.convert_layout(gl.sum(sums, 1), m_layout)
         first_flat = m_tile * BLOCK_M
         rows_left = gl.minimum(query_len * GROUP_SIZE - first_flat, BLOCK_M)
-        if pieces == 1:
+        if end - begin == length:
             _write_rows(
                 acc, m, total, first_flat + row, row < rows_left, offs_d, query_start, kv_head,
                 out_ptr, lse_ptr, sinks_ptr, stride_o_t, stride_o_h,
                 NUM_KV_HEADS, GROUP_SIZE, HAS_LSE,
             )  # fmt: skip
         else:
-            part = 2 * worker + gl.where(pieces > 0, 1, 0)
-            base = part.to(gl.int64) * BLOCK_M
+            # Slots as in the plain twin: two a worker, the second for an item that it starts.
+            base = (2 * worker + (begin == 0).to(gl.int32)).to(gl.int64) * BLOCK_M
             ok = row < rows_left
             o_row = gl.convert_layout(row, gl.SliceLayout(1, o_layout))
             pointers = gl.expand_dims(o_row * HEAD_DIM, 1) + gl.expand_dims(offs_d, 0)
@@ -353,22 +349,24 @@ def _consumer(
             )  # fmt: skip
             gl.store(partial_m_ptr + base + row, m, mask=ok)
             gl.store(partial_l_ptr + base + row, total, mask=ok)
-            count = gl.maximum(pieces, -pieces)
+            first = _owner(unit, total_units, active)
+            pieces = _owner(unit + length - 1, total_units, active) - first + 1
             # Every thread's partial must be out before the one atomic that announces it.
             partition_barrier()
             arrived = gl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
-            if arrived == count - 1:
+            if arrived == pieces - 1:
                 gl.store(arrivals_ptr + first, 0)  # ready for the next launch
                 _merge(
                     partial_acc_ptr, partial_m_ptr, partial_l_ptr, out_ptr, lse_ptr, sinks_ptr,
-                    first, count, first_flat, rows_left, query_start, kv_head,
+                    first, pieces, first_flat, rows_left, query_start, kv_head,
                     stride_o_t, stride_o_h, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, BLOCK_M,
-                    PIECES,
+                    PIECES, SOME,
                 )  # fmt: skip
         done += 1
-        query_start, query_len, seq_len, kv_head, m_tile, lo, hi, first, pieces, is_last = (
-            _read_item(item_s, q_full, done)
-        )
+        (
+            query_start, query_len, seq_len, kv_head, m_tile, lo, hi, worker, unit, length, begin,
+            end,
+        ) = _read_item(item_s, q_full, done)  # fmt: skip
 
 
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
@@ -379,12 +377,13 @@ def _hopper_decode_kernel(
     out_ptr, lse_ptr, sinks_ptr, q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr,
     block_table_ptr, header_ptr, cu_work_ptr, worker_record_ptr, partial_acc_ptr, partial_m_ptr,
     partial_l_ptr, arrivals_ptr, scale_log2, stride_o_t, stride_o_h, stride_bt_b,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, ITEM_OVERHEAD: gl.constexpr, HAS_LSE: gl.constexpr,
+    NUM_WORKERS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ITEM_OVERHEAD: gl.constexpr,
+    HAS_LSE: gl.constexpr,
     WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, PDL: gl.constexpr,
+    PIECES: gl.constexpr, SOME: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (workers,)."""
+    """out = softmax(scale * q k^T + causal mask) v for short queries; grid = (SMs,)."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     SLABS: gl.constexpr = HEAD_DIM // 64
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
@@ -414,18 +413,22 @@ def _hopper_decode_kernel(
         fence_async_shared()
     if PDL:
         _wait_for_the_launch_before()
+        # No place of this launch's own programs is taken by this: all of them are here already.
+        _let_the_next_launch_start()
     gl.warp_specialize(
         [
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr,
-                arrivals_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t, stride_o_h,
-                scale_log2, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, WINDOW, BLOCK_M, BLOCK_N,
-                STAGES, PIECES, PDL,
+                arrivals_ptr, header_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t,
+                stride_o_h, scale_log2, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, WINDOW,
+                BLOCK_M, BLOCK_N,
+                STAGES, PIECES, SOME,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
-                header_ptr, cu_work_ptr, worker_record_ptr, stride_bt_b, bars, q_token_s,
-                k_pages_s, v_pages_s, item_s, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, PAGE_SIZE,
+                cu_work_ptr, worker_record_ptr, stride_bt_b, bars, q_token_s,
+                k_pages_s, v_pages_s, item_s, NUM_WORKERS, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM,
+                PAGE_SIZE,
                 ITEM_OVERHEAD, WINDOW, BLOCK_M, BLOCK_N, STAGES,
             )),
         ],
@@ -435,6 +438,14 @@ def _hopper_decode_kernel(
 
 
 _launch_hopper_decode = Launcher(_hopper_decode_kernel)
+
+
+def merge_tile(head_dim: int, group_size: int, block_m: int) -> tuple[int, int]:
+    """Rows that are merged at a time, and pieces of each: at most 128 values of a thread."""
+    fewest = 512 // head_dim  # a row for each of four warps, or two
+    rows = max(fewest, min(block_m, 32) if block_m > 16 else group_size)
+    values = 16384 if block_m < 64 else 8192
+    return rows, min(values // (rows * head_dim), 16)
 
 
 def hopper_decode_attention(
@@ -456,6 +467,7 @@ def hopper_decode_attention(
     *,
     window: int,
     item_overhead: int,
+    num_programs: int,
     block_m: int,
     block_n: int,
     num_stages: int,
@@ -469,6 +481,8 @@ def hopper_decode_attention(
 
     Parameters
     ----------
+    num_programs : int
+        Persistent programs: one an SM, and the most workers that the plan may have.
     block_m : int
         Rows of an item, 16 to 64, as the plan has them.
     block_n, num_stages : int
@@ -479,6 +493,7 @@ def hopper_decode_attention(
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
     page = (1, 1, block_n, 64)
+    some, pieces = merge_tile(head_dim, group_size, block_m)
     args = (
         out, lse, logits.sinks, describe(q, (block_m // group_size, group_size, 64)),
         describe(kv.k, page), describe(kv.v, page), query_start_loc, seq_lens, block_table, header,
@@ -486,9 +501,10 @@ def hopper_decode_attention(
         logits.scale * LOG2E, out.stride(0), out.stride(1), block_table.stride(0),
     )  # fmt: skip
     constants = dict(
-        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, HEAD_DIM=head_dim,
+        NUM_WORKERS=arrivals.shape[0], NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, ITEM_OVERHEAD=item_overhead, HAS_LSE=lse is not None, WINDOW=window,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=num_stages, PIECES=16, PDL=pdl,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=num_stages, PIECES=pieces, SOME=some, PDL=pdl,
     )  # fmt: skip
     options = {"launch_pdl": True} if pdl else {}
-    _launch_hopper_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=4, **options)
+    _launch_hopper_decode((num_programs, 1, 1), args, constants, num_warps=4, **options)

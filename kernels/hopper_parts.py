@@ -109,9 +109,7 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
-def mask(
-    s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr
-):
+def mask(s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
     """Keep keys up to each row's own position, with a window the last ones of these."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))

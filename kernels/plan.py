@@ -38,11 +38,9 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
 
 
 @triton.jit
-def _active_workers(
-    total, items, ITEM_OVERHEAD: tl.constexpr, NUM_WORKERS: tl.constexpr, NUM_SMS: tl.constexpr
-):
+def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM_SMS: tl.constexpr):
     """Workers that balance walking against merging; see ``tilewise.policy.active_workers``."""
-    most = tl.minimum(total - items * ITEM_OVERHEAD, NUM_WORKERS)
+    most = tl.minimum(total - items * ITEM_OVERHEAD, most_workers)
     limit = 4 * total.to(tl.int64) * items
     lo = tl.minimum(total, 1)
     hi = most + 1
@@ -52,9 +50,9 @@ def _active_workers(
         lo = tl.where(fits, mid, lo)
         hi = tl.where(fits, hi, mid)
     few = tl.minimum(tl.minimum(2 * lo, most), NUM_SMS)
-    lo = tl.where(lo < NUM_WORKERS, few, lo)
+    lo = tl.where(lo < most_workers, few, lo)
     whole = lo // tl.maximum(items, 1) * items
-    take_whole = (whole > 0) & ((lo < NUM_WORKERS) | (8 * whole >= 7 * lo))
+    take_whole = (whole > 0) & ((lo < most_workers) | (8 * whole >= 7 * lo))
     return tl.where(take_whole, whole, lo)
 
 
@@ -87,10 +85,11 @@ def _snap(
     return tl.where(inside, item_unit + cut, total)
 
 
-_VARYING = ["num_reqs", "max_tiles", "query_start_loc_ptr", "seq_lens_ptr"]
+_NUMBERS = ["num_reqs", "max_tiles", "most_workers"]
+_VARYING = [*_NUMBERS, "query_start_loc_ptr", "seq_lens_ptr"]
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_tiles"], do_not_specialize_on_alignment=_VARYING)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_VARYING)
 def _plan_kernel(
     header_ptr,
     tile_req_ptr,
@@ -103,6 +102,7 @@ def _plan_kernel(
     seq_lens_ptr,
     num_reqs,
     max_tiles,
+    most_workers,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DECODE_MAX_QUERY_LEN: tl.constexpr,
@@ -150,7 +150,7 @@ def _plan_kernel(
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.
     num_tiles = tl.minimum(num_tiles, max_tiles)
-    active = _active_workers(total, items, ITEM_OVERHEAD, NUM_WORKERS, NUM_SMS)
+    active = _active_workers(total, items, most_workers, ITEM_OVERHEAD, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
     tl.store(header_ptr + 2, total)
@@ -226,6 +226,7 @@ def plan_on_device(
     num_sms: int,
     item_overhead: int,
     window: int,
+    most_workers: int = 0,
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -244,6 +245,8 @@ def plan_on_device(
         The decode kernel's counters of finished pieces; zeroed.
     query_start_loc : Tensor[num_reqs + 1], int32
     seq_lens : Tensor[num_reqs], int32
+    most_workers : int
+        Workers that may share the work; 0 for all that have a record.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
     """
@@ -251,7 +254,7 @@ def plan_on_device(
     num_workers = worker_record.shape[0]
     args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
-        query_start_loc, seq_lens, num_reqs, tile_req.shape[0],
+        query_start_loc, seq_lens, num_reqs, tile_req.shape[0], most_workers or num_workers,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,

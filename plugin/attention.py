@@ -45,6 +45,7 @@ class Plan:
     max_prefill_tiles: int
     has_decode: bool
     causal: bool | torch.Tensor = True
+    decodes_few: bool = False
 
 
 class PagedAttention:
@@ -250,7 +251,8 @@ class PagedAttention:
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
-                item_overhead=cfg.item_overhead, window=cfg.window, **cfg.piece_constants,
+                item_overhead=cfg.item_overhead, window=cfg.window,
+                most_workers=policy.most_workers(num_reqs, cfg), **cfg.piece_constants,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -264,6 +266,7 @@ class PagedAttention:
             max_prefill_tiles=tiles,
             has_decode=has_decode and num_reqs > 0,
             causal=causal,
+            decodes_few=cfg.decodes_few(num_reqs),
         )
         return self._plan
 
@@ -364,17 +367,33 @@ class PagedAttention:
         logits: Logits,
         use_tma: bool,
     ) -> None:
-        t = self.config.decode
-        merge_rows, merge_pieces = self.config.merge_tile
-        decode_attention(
-            out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
+        cfg, t = self.config, self.config.decode
+        batch: tuple[Any, ...] = (
+            plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._cu_work, self._worker_record,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
-            item_overhead=self.config.item_overhead, window=self.config.window, causal=plan.causal,
+        )  # fmt: skip
+        plain = not (plan.decodes_few and use_tma) or logits.shaped or plan.causal is not True
+        if cfg.hopper_decode and not plain and _aligned_rows(q, out):
+            # Imported late, as the Gluon prefill is.
+            from tilewise.kernels.hopper_decode import hopper_decode_attention
+
+            hopper_decode_attention(
+                out, lse, q, kv, *batch, window=cfg.window, item_overhead=cfg.item_overhead,
+                num_programs=cfg.num_sms, block_m=t.block_m, block_n=t.block_n,
+                num_stages=cfg.hopper_decode.num_stages, pdl=cfg.pdl,
+            )  # fmt: skip
+            counters.add("launches", kernel="hopper_decode")
+            return
+        merge_rows, merge_pieces = cfg.merge_tile
+        options: dict[str, Any] = {**cfg.piece_constants}
+        decode_attention(
+            out, lse, q, kv, *batch,
+            item_overhead=cfg.item_overhead, window=cfg.window, causal=plan.causal,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
-            pdl=self.config.pdl, **self.config.piece_constants,
+            pdl=cfg.pdl, **options,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 

@@ -135,9 +135,10 @@ def accumulators(tiles: Tiles) -> int:
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """Launch configuration of the Gluon prefill for Hopper, whose tiles have 128 rows.
+    """Launch configuration of a Gluon kernel for Hopper; the prefill's tiles have 128 rows.
 
-    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight.
+    ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight; of the Gluon decode,
+    whose items have the rows that the plain kernel's have, keys a tile and tiles in flight.
     """
 
     block_n: int
@@ -149,7 +150,8 @@ class Config:
     """Everything the plan and the kernels are launched with.
 
     Where there is a ``hopper_prefill``, ``prefill`` is its plain twin: the same query tiles, for
-    layers whose logits or addresses the former does not take.
+    layers whose logits or addresses the former does not take.  So is ``decode`` to a
+    ``hopper_decode``, and the faster one where a batch has many items (``decodes_few``).
 
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
@@ -171,6 +173,7 @@ class Config:
     item_overhead: int = 3
     window: int = 0
     hopper_prefill: HopperTiles | None = None
+    hopper_decode: HopperTiles | None = None
     pieces: Pieces | None = None
     pdl: bool = False
 
@@ -178,6 +181,11 @@ class Config:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
         if not 0 <= self.window <= 2**30:
             raise UnsupportedConfig(f"window={self.window}; accepted: 0 (none) to 2**30")
+        if self.hopper_decode and self.hopper_decode.block_n != self.decode.block_n:
+            raise UnsupportedConfig(
+                f"hopper_decode.block_n={self.hopper_decode.block_n}; accepted: the plan's, "
+                f"{self.decode.block_n}"
+            )
         t = self.prefill
         if self.hopper_prefill and t.block_m != HOPPER_ROWS:
             raise UnsupportedConfig(
@@ -198,6 +206,14 @@ class Config:
         if self.hopper_prefill:
             group = next_power_of_2(group)  # its boxes are powers of two
         return self.prefill.block_m // group
+
+    def decodes_few(self, num_reqs: int) -> bool:
+        """Whether so many requests are decoded by the Gluon kernel: no more items than SMs.
+
+        It starts and merges faster; many items are read faster by two plain programs an SM.
+        """
+        items = num_reqs * self.geometry.num_kv_heads
+        return self.hopper_decode is not None and self.pieces is None and items <= self.num_sms
 
     @property
     def merge_tile(self) -> tuple[int, int]:
@@ -264,6 +280,9 @@ def choose(
     if device.arch < 80:
         raise UnsupportedConfig(f"compute capability {device.arch / 10}; accepted: 8.0 and later")
     decode = _decode_tiles(geometry, device, decode_query_len)
+    few = None
+    if not plain and why_not_hopper_decode(geometry, device, decode) is None:
+        few = HopperTiles(decode.block_n, num_stages=2)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
     if not plain and why_not_hopper(geometry, device, window) is None:
@@ -274,6 +293,7 @@ def choose(
         prefill=prefill,
         hopper_prefill=hopper,
         decode=decode,
+        hopper_decode=few,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
         window=window,
@@ -327,6 +347,40 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
     needed = _hopper_shared_memory(geometry.head_dim)
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
+    return None
+
+
+def why_not_hopper_decode(geometry: Geometry, device: Device, decode: Tiles) -> str | None:
+    """Why the Gluon decode serves no batch of a layer, or None where it may.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+    decode : Tiles
+        Of the plain kernel.
+
+    Returns
+    -------
+    str or None
+        What the layer or the device has, and what is accepted.
+    """
+    group = geometry.group_size
+    if device.interpreted:
+        return "kernels in Gluon do not run in Triton's interpreter"
+    if device.arch != 90:
+        return f"compute capability {device.arch / 10} (accepted: 9.0)"
+    if geometry.element_size != 2:
+        return f"{geometry.element_size} bytes an element (accepted: 2)"
+    if geometry.kv_element_size != 2:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if geometry.head_dim != 128:
+        # Four plain programs an SM read heads of 64 faster (bench/NOTES.md).
+        return f"head_dim {geometry.head_dim} (accepted: 128)"
+    if group != next_power_of_2(group) or group > decode.block_m:
+        return f"group size {group} (accepted: powers of two to {decode.block_m})"
+    if not decode.use_tma:
+        return f"page_size {geometry.page_size} (accepted: multiples of {decode.block_n})"
     return None
 
 
@@ -482,8 +536,13 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
-def active_workers(total: int, items: int, config: Config) -> int:
-    """How many workers share ``total`` units of ``items`` items.
+def most_workers(num_reqs: int, config: Config) -> int:
+    """How many decode programs a batch of so many requests may have."""
+    return config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+
+
+def active_workers(total: int, items: int, config: Config, most: int = 0) -> int:
+    """How many of ``most`` workers (0: all) share ``total`` units of ``items`` items.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
     ``w / items`` pieces.  A unit costs about as much as sixteen merged pieces, so the sum is least
@@ -494,12 +553,13 @@ def active_workers(total: int, items: int, config: Config) -> int:
     """
     if total == 0:
         return 0
+    most = most or config.num_workers
     tiles = total - items * config.item_overhead
-    workers = min(tiles, config.num_workers, math.isqrt(4 * total * items))
-    if workers < config.num_workers:
+    workers = min(tiles, most, math.isqrt(4 * total * items))
+    if workers < most:
         workers = min(2 * workers, tiles, config.num_sms)
     whole = workers // items * items
-    if whole and (workers < config.num_workers or 8 * whole >= 7 * workers):
+    if whole and (workers < most or 8 * whole >= 7 * workers):
         return whole
     return workers
 
@@ -560,7 +620,7 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
             items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = active_workers(total, items, config)
+    active = active_workers(total, items, config, most_workers(len(query_lens), config))
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

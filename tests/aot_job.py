@@ -1,7 +1,8 @@
 """Compiles kernels ahead of time in a process without the interpreter: ``aot_job.py KIND JOB``.
 
 ``JOB`` is a file with a JSON list: for ``plain``, ``[kernel, dtype, arch, head_dim, page_size,
-feature, ...]`` each; for ``gluon``, arguments of ``compile_prefill`` each. One JSON line a variant.
+feature, ...]`` each; for ``gluon``, arguments of ``aot_gluon.report`` each. One JSON
+line a variant.
 """
 
 import json

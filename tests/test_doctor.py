@@ -47,12 +47,14 @@ def test_a_llama_is_ours_with_the_policys_tiles():
     assert kind.layers == (0, 1, 2, 3)
     assert (kind.num_q_heads, kind.num_kv_heads, kind.head_size) == (32, 8, 128)
     assert (kind.backend, kind.reasons, kind.features) == ("TILEWISE", (), ())
-    assert kind.kernels == ("plan", "cache_write", "hopper_prefill", "decode")
+    assert kind.kernels == ("plan", "cache_write", "hopper_prefill", "hopper_decode", "decode")
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER)
     assert kind.hopper_prefill == vars(config.hopper_prefill)
     assert kind.why_not_hopper is None
     assert kind.prefill == vars(config.prefill)
     assert kind.decode == vars(config.decode)
+    assert kind.hopper_decode == vars(config.hopper_decode)
+    assert kind.few_requests == 132 // 8
     assert kind.num_workers == config.num_workers
     assert kind.workspace_bytes == workspace_bytes(config, 64, 2048)
     assert (found.cuda_graphs, found.page_size, found.arch) == ("ALWAYS", 64, "sm_90")
@@ -72,7 +74,10 @@ def test_a_llama_is_ours_with_the_policys_tiles():
 def test_the_plain_prefill_serves_what_the_gluon_kernel_does_not(extra, options, reason):
     for kind in report({**LLAMA, **extra}, **options).kinds:
         assert kind.backend == "TILEWISE"
-        assert kind.kernels == ("plan", "cache_write", "prefill", "decode")
+        assert set(kind.kernels) - {"hopper_decode"} == {
+            "plan", "cache_write", "prefill", "decode",
+        }  # fmt: skip
+        assert kind.hopper_decode is None or not extra
         assert kind.hopper_prefill is None
         assert kind.why_not_hopper == reason
 

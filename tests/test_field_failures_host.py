@@ -191,13 +191,13 @@ def test_m2_tiles_follow_the_devices_memory(arch, head_dim, element_size):
 def share(config, query_lens, seq_lens):
     """Units of the busiest worker over those of an even share among all workers."""
     _, active, total = policy.plan_batch(query_lens, seq_lens, config).header
-    return policy.cdiv(total, active) * config.num_workers / total
+    return policy.cdiv(total, active) * policy.most_workers(len(query_lens), config) / total
 
 
-def best_cost(config, total, items):
+def best_cost(config, most, total, items):
     """Least time, in units, over the worker counts that fill SMs evenly: walking and merging."""
-    counts = [*range(1, config.num_sms + 1), config.num_workers]
-    return min(total / w + w / items / 4 for w in counts)
+    counts = [*range(1, config.num_sms + 1), most]
+    return min(total / w + w / items / 16 for w in counts)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 16])
@@ -208,8 +208,9 @@ def test_n2_splits_follow_the_ranks_own_heads(kv_heads, keys):
     for requests in (1, 2, 7, 8, 9, 12, 13, 32, 36, 64):
         _, active, total = policy.plan_batch([1] * requests, [keys] * requests, config).header
         items = requests * kv_heads
-        cost = policy.cdiv(total, active) + active / items / 4
-        assert cost <= 1.2 * best_cost(config, total, items) + 1, (requests, active)
+        cost = policy.cdiv(total, active) + active / items / 16
+        most = policy.most_workers(requests, config)
+        assert cost <= 1.2 * best_cost(config, most, total, items) + 1, (requests, active)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

@@ -230,6 +230,7 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
         "num_reqs": "i32",
         "max_tiles": "i32",
+        "most_workers": "i32",
     }
     constants = {
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,

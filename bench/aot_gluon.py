@@ -58,6 +58,7 @@ def compile_prefill(
     lse: bool = False,
     sinks: bool = False,
     window: int = 0,
+    beside: bool = False,
     **tiles: int,
 ) -> Any:
     """Compile one variant of the Hopper prefill kernel, with the policy's tiles by default."""
@@ -80,7 +81,7 @@ def compile_prefill(
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
-        "STAGES": chosen.num_stages,
+        "STAGES": chosen.num_stages, "BESIDE": beside,
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     aligned = ("out_ptr", "stride_o_t", "stride_o_h")

@@ -29,6 +29,7 @@ from tilewise.kernels.hopper_parts import (
     copy_block,
     describe,
     field,
+    let_the_next_launch_start,
     mask,
     partition_barrier,
     publish,
@@ -36,27 +37,12 @@ from tilewise.kernels.hopper_parts import (
     row_sums,
     softmax,
     tma_load,
+    wait_for_the_launch_before,
 )
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 
 ITEM_FIELDS = gl.constexpr(12)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _wait_for_the_launch_before():
-    """Programmatic dependent launch: what earlier kernels wrote is there from here on."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_the_next_launch_start():
-    """Programmatic dependent launch: its programs may take the places of those that left."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -112,8 +98,11 @@ def _producer(
             m_tile = item - kv_head * tiles_m
             begin = local - item * length
             end = gl.minimum(length, begin + stretch_end - cursor)
-            lo = (begin.to(gl.int64) * tiles_n // length).to(gl.int32)
-            hi = (end.to(gl.int64) * tiles_n // length).to(gl.int32)
+            lo = begin * tiles_n // length
+            hi = end * tiles_n // length
+            if length > 46340:  # its square is more than int32 holds; 64 bits take longer
+                lo = (begin.to(gl.int64) * tiles_n // length).to(gl.int32)
+                hi = (end.to(gl.int64) * tiles_n // length).to(gl.int32)
             first_key = 0
             if WINDOW:
                 skipped = gl.maximum(seq_len - query_len + 1 - WINDOW, 0) // BLOCK_N
@@ -302,6 +291,9 @@ def _consumer(
         if WINDOW:
             first_key = gl.maximum(first_pos + 1 - WINDOW, 0)
             leftmost = first_pos + TOKENS - WINDOW
+        # While the first keys are on their way: these divisions take long.
+        first = _owner(unit, total_units, active)
+        pieces = _owner(unit + length - 1, total_units, active) - first + 1
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
         sums = row_sums(zero, BLOCK_N)
@@ -349,8 +341,6 @@ def _consumer(
             )  # fmt: skip
             gl.store(partial_m_ptr + base + row, m, mask=ok)
             gl.store(partial_l_ptr + base + row, total, mask=ok)
-            first = _owner(unit, total_units, active)
-            pieces = _owner(unit + length - 1, total_units, active) - first + 1
             # Every thread's partial must be out before the one atomic that announces it.
             partition_barrier()
             arrived = gl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
@@ -412,9 +402,9 @@ def _hopper_decode_kernel(
             q_s.index(slot).store(gl.zeros([ROWS, HEAD_DIM], dtype, layout))
         fence_async_shared()
     if PDL:
-        _wait_for_the_launch_before()
+        wait_for_the_launch_before()
         # No place of this launch's own programs is taken by this: all of them are here already.
-        _let_the_next_launch_start()
+        let_the_next_launch_start()
     gl.warp_specialize(
         [
             (_consumer, (

@@ -29,6 +29,22 @@ ROWS = gl.constexpr(64)  # of one warpgroup
 
 
 @gluon.jit
+def wait_for_the_launch_before():
+    """Programmatic dependent launch: what earlier kernels wrote is there from here on."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_the_next_launch_start():
+    """Programmatic dependent launch: its programs may take the places of those that left."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def field(tile_s, slot, index: gl.constexpr, FIELDS: gl.constexpr, NUM_WARPS: gl.constexpr):
     """Read one scalar of a published tile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])

@@ -46,6 +46,7 @@ from tilewise.kernels.hopper_parts import (
     softmax,
     tma_load,
     tma_store,
+    wait_for_the_launch_before,
 )
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
@@ -60,6 +61,7 @@ def _producer(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):  # fmt: skip
     """Announce tiles and copy their Q, K and V until the counter runs out."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
@@ -145,6 +147,9 @@ def _producer(
     if gl.atomic_add(counter_ptr + 1, 1) == num_programs - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)
+    if BESIDE:
+        # Whoever waits for this launch waits for the decode beside it as well.
+        wait_for_the_launch_before()
 
 
 @gluon.jit
@@ -354,7 +359,7 @@ def _hopper_prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -395,7 +400,7 @@ def _hopper_prefill_kernel(
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
                 q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, STAGES,
+                HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, STAGES, BESIDE,
             )),
         ],
         [4, 1],
@@ -423,6 +428,7 @@ def hopper_prefill_attention(
     num_programs: int,
     block_n: int,
     num_stages: int,
+    beside_decode: bool = False,
 ) -> None:
     """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
 
@@ -437,6 +443,9 @@ def hopper_prefill_attention(
         Persistent programs: one an SM.
     block_n, num_stages : int
         Keys a block; blocks of K, and of V, in flight.
+    beside_decode : bool
+        Start while the launch before this one runs, which must be the Gluon decode of the same
+        plan: programs take the SMs that it leaves idle.
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
@@ -453,6 +462,9 @@ def hopper_prefill_attention(
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
-        STAGES=num_stages,
+        STAGES=num_stages, BESIDE=beside_decode,
     )  # fmt: skip
-    _launch_hopper_prefill((num_programs, 1, 1), args, constants, num_warps=4)
+    # A dependent launch that does not wait before it reads: decode has waited for what is read here
+    # before it lets this launch start, and writes other rows.
+    options = {"launch_pdl": True} if beside_decode else {}
+    _launch_hopper_prefill((num_programs, 1, 1), args, constants, num_warps=4, **options)

@@ -85,7 +85,7 @@ def _snap(
     return tl.where(inside, item_unit + cut, total)
 
 
-_NUMBERS = ["num_reqs", "max_tiles", "most_workers"]
+_NUMBERS = ["num_reqs", "max_tiles", "most_workers", "mixed_workers"]
 _VARYING = [*_NUMBERS, "query_start_loc_ptr", "seq_lens_ptr"]
 
 
@@ -103,6 +103,7 @@ def _plan_kernel(
     num_reqs,
     max_tiles,
     most_workers,
+    mixed_workers,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DECODE_MAX_QUERY_LEN: tl.constexpr,
@@ -150,6 +151,7 @@ def _plan_kernel(
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.
     num_tiles = tl.minimum(num_tiles, max_tiles)
+    most_workers = tl.where(num_tiles > 0, tl.minimum(mixed_workers, most_workers), most_workers)
     active = _active_workers(total, items, most_workers, ITEM_OVERHEAD, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
@@ -227,6 +229,7 @@ def plan_on_device(
     item_overhead: int,
     window: int,
     most_workers: int = 0,
+    mixed_workers: int = 0,
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -247,6 +250,8 @@ def plan_on_device(
     seq_lens : Tensor[num_reqs], int32
     most_workers : int
         Workers that may share the work; 0 for all that have a record.
+    mixed_workers : int
+        As many at most where the batch has prefill tiles; 0 for no such bound.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
     """
@@ -255,6 +260,7 @@ def plan_on_device(
     args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
         query_start_loc, seq_lens, num_reqs, tile_req.shape[0], most_workers or num_workers,
+        mixed_workers or num_workers,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,

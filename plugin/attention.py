@@ -46,6 +46,7 @@ class Plan:
     has_decode: bool
     causal: bool | torch.Tensor = True
     decodes_few: bool = False
+    side_by_side: bool = False
 
 
 class PagedAttention:
@@ -252,7 +253,8 @@ class PagedAttention:
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
                 item_overhead=cfg.item_overhead, window=cfg.window,
-                most_workers=policy.most_workers(num_reqs, cfg), **cfg.piece_constants,
+                most_workers=policy.most_workers(num_reqs, cfg), mixed_workers=cfg.mixed_workers,
+                **cfg.piece_constants,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -267,6 +269,7 @@ class PagedAttention:
             has_decode=has_decode and num_reqs > 0,
             causal=causal,
             decodes_few=cfg.decodes_few(num_reqs),
+            side_by_side=cfg.side_by_side and has_decode and tiles > 0 and num_reqs > 0,
         )
         return self._plan
 
@@ -373,8 +376,8 @@ class PagedAttention:
             self._header, self._cu_work, self._worker_record,
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
         )  # fmt: skip
-        plain = not (plan.decodes_few and use_tma) or logits.shaped or plan.causal is not True
-        if cfg.hopper_decode and not plain and _aligned_rows(q, out):
+        wanted = plan.decodes_few or plan.side_by_side
+        if wanted and cfg.hopper_decode and _plain_maths(plan, logits, use_tma, q, out):
             # Imported late, as the Gluon prefill is.
             from tilewise.kernels.hopper_decode import hopper_decode_attention
 
@@ -412,8 +415,7 @@ class PagedAttention:
             plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip
-        plain = logits.shaped or plan.causal is not True
-        if cfg.hopper_prefill and use_tma and not plain and _aligned_rows(q, out):
+        if cfg.hopper_prefill and _plain_maths(plan, logits, use_tma, q, out):
             # Imported late: other devices, and Triton's interpreter, need no Gluon.
             from tilewise.kernels.hopper_prefill import hopper_prefill_attention
 
@@ -421,6 +423,7 @@ class PagedAttention:
             hopper_prefill_attention(
                 out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
                 block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
+                beside_decode=plan.side_by_side,
             )  # fmt: skip
             counters.add("launches", kernel="hopper_prefill")
             return
@@ -694,6 +697,13 @@ class PagedAttention:
             raise PlanMismatch(
                 f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
             )
+
+
+def _plain_maths(
+    plan: Plan, logits: Logits, use_tma: bool, q: torch.Tensor, out: torch.Tensor
+) -> bool:
+    """Whether a layer is one for the Gluon kernels: causal, unshaped logits, aligned addresses."""
+    return use_tma and not logits.shaped and plan.causal is True and _aligned_rows(q, out)
 
 
 def _aligned_rows(*tensors: torch.Tensor) -> bool:

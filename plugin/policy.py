@@ -216,6 +216,20 @@ class Config:
         return self.hopper_decode is not None and self.pieces is None and items <= self.num_sms
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether the prefill and the decode of a batch run at the same time, both in Gluon."""
+        return bool(self.hopper_prefill and self.hopper_decode and self.pdl) and not self.pieces
+
+    @property
+    def mixed_workers(self) -> int:
+        """Most decode workers of a batch with prefills.
+
+        Side by side, decode needs half of the SMs to read at the memory's speed; the prefill takes
+        the others, and all of them when decode is done.
+        """
+        return self.num_sms // 2 if self.side_by_side else self.num_workers
+
+    @property
     def merge_tile(self) -> tuple[int, int]:
         """Rows of an item that are merged at a time, and pieces of them.
 
@@ -536,9 +550,10 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
-def most_workers(num_reqs: int, config: Config) -> int:
-    """How many decode programs a batch of so many requests may have."""
-    return config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+def most_workers(num_reqs: int, config: Config, mixed: bool = False) -> int:
+    """How many decode programs a batch of so many requests may have; ``mixed``: beside prefills."""
+    most = config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+    return min(config.mixed_workers, most) if mixed else most
 
 
 def active_workers(total: int, items: int, config: Config, most: int = 0) -> int:
@@ -620,7 +635,9 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
             items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = active_workers(total, items, config, most_workers(len(query_lens), config))
+    active = active_workers(
+        total, items, config, most_workers(len(query_lens), config, bool(tiles))
+    )
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

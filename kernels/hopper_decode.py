@@ -257,6 +257,28 @@ def _read_item(item_s, q_full, done):
 
 
 @gluon.jit
+def _mask_edges(
+    s, tile, first_pos, leftmost, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Mask a tile's logits, if some row does not see all of its keys."""
+    start = tile * BLOCK_N
+    if (start + BLOCK_N > first_pos + 1) | (start < leftmost):
+        s = mask(s, first_pos, start, GROUP_SIZE, BLOCK_N, WINDOW)
+    return s
+
+
+@gluon.jit
+def _clear_strangers(
+    v_slabs_s, stage, tile, first_key, seq_len, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    """Zero the rows of a tile's values that are not the request's: see ``clear_rows``."""
+    start = tile * BLOCK_N
+    if (start + BLOCK_N > seq_len) | (start < first_key):
+        clear_rows(v_slabs_s, stage, first_key - start, seq_len - start, BLOCK_N, HEAD_DIM)
+
+
+@gluon.jit
 def _consumer(
     out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr, arrivals_ptr,
     header_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t, stride_o_h, scale_log2,
@@ -297,27 +319,50 @@ def _consumer(
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
         sums = row_sums(zero, BLOCK_N)
-        for j in range(lo, hi):
-            stage = ring % STAGES
-            parity = (ring // STAGES) & 1
-            start = j * BLOCK_N
-            mbarrier.wait(k_full.index(stage), parity)
+        if lo < hi:
+            mbarrier.wait(k_full.index(ring % STAGES), (ring // STAGES) & 1)
             s = warpgroup_mma(
-                q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                q, k_s.index(ring % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage))
-            if (start + BLOCK_N > first_pos + 1) | (start < leftmost):
-                s = mask(s, first_pos, start, GROUP_SIZE, BLOCK_N, WINDOW)
+            mbarrier.arrive(k_empty.index(ring % STAGES))
+            s = _mask_edges(s, lo, first_pos, leftmost, GROUP_SIZE, BLOCK_N, WINDOW)
             p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
+            mbarrier.wait(
+                k_full.index((ring + 1) % STAGES), ((ring + 1) // STAGES) & 1, pred=lo + 1 < hi
+            )
+            for j in range(lo + 1, hi):
+                # Tile j's logits are computed while the values of tile j - 1 are weighted.
+                stage = (ring + 1) % STAGES  # its K is there: waited for below
+                v_stage = ring % STAGES
+                s = warpgroup_mma(
+                    q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                p16 = gl.convert_layout(p.to(dtype), p_layout)
+                acc = rescale(acc, alpha)
+                mbarrier.wait(v_full.index(v_stage), (ring // STAGES) & 1)
+                _clear_strangers(v_slabs_s, v_stage, j - 1, first_key, seq_len, BLOCK_N, HEAD_DIM)
+                pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+                mbarrier.arrive(k_empty.index(stage))
+                s = _mask_edges(s, j, first_pos, leftmost, GROUP_SIZE, BLOCK_N, WINDOW)
+                p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
+                ring += 1
+                # Before the wait for P V, as in the prefill: its polling loop ends the basic block,
+                # or ptxas would lift that wait above the exponentials.
+                mbarrier.wait(
+                    k_full.index((ring + 1) % STAGES), ((ring + 1) // STAGES) & 1, pred=j + 1 < hi
+                )
+                acc, p, sums = warpgroup_mma_wait(0, deps=[pending, p, sums])
+                mbarrier.arrive(v_empty.index(v_stage))
             p16 = gl.convert_layout(p.to(dtype), p_layout)
             acc = rescale(acc, alpha)
-            mbarrier.wait(v_full.index(stage), parity)
-            if (start + BLOCK_N > seq_len) | (start < first_key):
-                clear_rows(v_slabs_s, stage, first_key - start, seq_len - start, BLOCK_N, HEAD_DIM)
-            acc = warpgroup_mma(p16, v_s.index(stage), acc, is_async=True)
+            v_stage = ring % STAGES
+            mbarrier.wait(v_full.index(v_stage), (ring // STAGES) & 1)
+            _clear_strangers(v_slabs_s, v_stage, hi - 1, first_key, seq_len, BLOCK_N, HEAD_DIM)
+            acc = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage))
+            mbarrier.arrive(v_empty.index(v_stage))
             ring += 1
         mbarrier.arrive(q_empty.index(slot))
         total = gl.convert_layout(gl.sum(sums, 1), m_layout)

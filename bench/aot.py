@@ -231,7 +231,8 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "num_reqs": "i32",
         "max_tiles": "i32",
         "most_workers": "i32",
-        "mixed_workers": "i32",
+        "fewest_beside": "i32",
+        "most_beside": "i32",
     }
     constants = {
         "NUM_KV_HEADS": config.geometry.num_kv_heads, "GROUP_SIZE": config.geometry.group_size,

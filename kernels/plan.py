@@ -22,6 +22,7 @@ from tilewise.kernels.pieces import next_cut
 HEADER_SIZE = 5
 COUNTERS = 3
 RECORD_SIZE = 8
+BESIDE_BLOCK = tl.constexpr(128)  # keys a block of the Gluon prefill
 
 
 @triton.jit
@@ -57,6 +58,14 @@ def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM
 
 
 @triton.jit
+def _workers_beside(units, blocks, fewest, most, NUM_SMS: tl.constexpr):
+    """Decode workers beside a prefill; see ``tilewise.policy.workers_beside``."""
+    decode = 3 * units.to(tl.int64)
+    share = (NUM_SMS * decode // (decode + 7 * blocks)).to(tl.int32)
+    return tl.minimum(tl.maximum(share, fewest), most)
+
+
+@triton.jit
 def _snap(
     unit,
     total,
@@ -85,7 +94,7 @@ def _snap(
     return tl.where(inside, item_unit + cut, total)
 
 
-_NUMBERS = ["num_reqs", "max_tiles", "most_workers", "mixed_workers"]
+_NUMBERS = ["num_reqs", "max_tiles", "most_workers", "fewest_beside", "most_beside"]
 _VARYING = [*_NUMBERS, "query_start_loc_ptr", "seq_lens_ptr"]
 
 
@@ -103,7 +112,8 @@ def _plan_kernel(
     num_reqs,
     max_tiles,
     most_workers,
-    mixed_workers,
+    fewest_beside,
+    most_beside,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DECODE_MAX_QUERY_LEN: tl.constexpr,
@@ -124,6 +134,7 @@ def _plan_kernel(
     """Prefix sums over requests, then one entry per tile and per worker; grid = (1,)."""
     offs_r = tl.arange(0, BLOCK_R)
     num_tiles = 0
+    blocks = tl.zeros([], tl.int64)
     total = 0
     items = 0
     tl.store(cu_tiles_ptr, 0)
@@ -147,11 +158,16 @@ def _plan_kernel(
         tl.store(cu_tiles_ptr + r + 1, num_tiles + tl.cumsum(tiles, 0), mask=ok)
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
         num_tiles += tl.sum(tiles, 0)
+        # Key blocks of all tiles, which see half of the new tokens on average.
+        blocks += tl.sum(tiles.to(tl.int64) * tl.cdiv(2 * seq_len - query_len, 2 * BESIDE_BLOCK), 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.
     num_tiles = tl.minimum(num_tiles, max_tiles)
-    most_workers = tl.where(num_tiles > 0, tl.minimum(mixed_workers, most_workers), most_workers)
+    if (most_beside > 0) & (num_tiles > 0):
+        most_workers = _workers_beside(
+            total, blocks * NUM_KV_HEADS, fewest_beside, most_beside, NUM_SMS
+        )
     active = _active_workers(total, items, most_workers, ITEM_OVERHEAD, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
@@ -229,7 +245,7 @@ def plan_on_device(
     item_overhead: int,
     window: int,
     most_workers: int = 0,
-    mixed_workers: int = 0,
+    beside: tuple[int, int] = (0, 0),
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -250,8 +266,8 @@ def plan_on_device(
     seq_lens : Tensor[num_reqs], int32
     most_workers : int
         Workers that may share the work; 0 for all that have a record.
-    mixed_workers : int
-        As many at most where the batch has prefill tiles; 0 for no such bound.
+    beside : (int, int)
+        Fewest and most workers where the prefill runs beside them; zeros where it does not.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
     """
@@ -260,7 +276,7 @@ def plan_on_device(
     args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
         query_start_loc, seq_lens, num_reqs, tile_req.shape[0], most_workers or num_workers,
-        mixed_workers or num_workers,
+        *beside,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,

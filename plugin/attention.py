@@ -244,6 +244,7 @@ class PagedAttention:
         if max_query_len > policy.DECODE_MAX_QUERY_LEN:
             tiles = policy.max_prefill_tiles(num_tokens, num_reqs, cfg.prefill_block_q)
         self._generation += 1
+        options: dict[str, Any] = {**cfg.piece_constants}
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
@@ -253,8 +254,8 @@ class PagedAttention:
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
                 item_overhead=cfg.item_overhead, window=cfg.window,
-                most_workers=policy.most_workers(num_reqs, cfg), mixed_workers=cfg.mixed_workers,
-                **cfg.piece_constants,
+                most_workers=policy.most_workers(num_reqs, cfg), beside=cfg.beside,
+                **options,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(

@@ -221,13 +221,13 @@ class Config:
         return bool(self.hopper_prefill and self.hopper_decode and self.pdl) and not self.pieces
 
     @property
-    def mixed_workers(self) -> int:
-        """Most decode workers of a batch with prefills.
+    def beside(self) -> tuple[int, int]:
+        """Fewest and most decode workers beside a prefill; zeros where they do not run so.
 
-        Side by side, decode needs half of the SMs to read at the memory's speed; the prefill takes
-        the others, and all of them when decode is done.
+        Four fifths of the SMs read as fast as the memory gives; with less than half of them decode
+        would be the last to finish (bench/NOTES.md).
         """
-        return self.num_sms // 2 if self.side_by_side else self.num_workers
+        return (self.num_sms // 2, self.num_sms * 4 // 5) if self.side_by_side else (0, 0)
 
     @property
     def merge_tile(self) -> tuple[int, int]:
@@ -296,7 +296,7 @@ def choose(
     decode = _decode_tiles(geometry, device, decode_query_len)
     few = None
     if not plain and why_not_hopper_decode(geometry, device, decode) is None:
-        few = HopperTiles(decode.block_n, num_stages=2)
+        few = HopperTiles(decode.block_n, num_stages=3)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
     if not plain and why_not_hopper(geometry, device, window) is None:
@@ -550,10 +550,21 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
-def most_workers(num_reqs: int, config: Config, mixed: bool = False) -> int:
-    """How many decode programs a batch of so many requests may have; ``mixed``: beside prefills."""
-    most = config.num_sms if config.decodes_few(num_reqs) else config.num_workers
-    return min(config.mixed_workers, most) if mixed else most
+def most_workers(num_reqs: int, config: Config) -> int:
+    """How many decode programs a batch of so many requests may have, with no prefill beside."""
+    return config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+
+
+def workers_beside(units: int, blocks: int, config: Config) -> int:
+    """How many SMs decode while the others prefill, for so many key tiles and key blocks.
+
+    As many as its share of the work, in which a block of the prefill, 128 rows and keys, counts as
+    much as 7 / 3 key tiles of decode; bounded by ``Config.beside``.  Whoever is done first leaves
+    its SMs to the prefill.
+    """
+    fewest, most = config.beside
+    share = config.num_sms * 3 * units // (3 * units + 7 * blocks)
+    return min(max(share, fewest), most)
 
 
 def active_workers(total: int, items: int, config: Config, most: int = 0) -> int:
@@ -572,7 +583,7 @@ def active_workers(total: int, items: int, config: Config, most: int = 0) -> int
     tiles = total - items * config.item_overhead
     workers = min(tiles, most, math.isqrt(4 * total * items))
     if workers < most:
-        workers = min(2 * workers, tiles, config.num_sms)
+        workers = min(2 * workers, tiles, most, config.num_sms)
     whole = workers // items * items
     if whole and (workers < most or 8 * whole >= 7 * workers):
         return whole
@@ -625,19 +636,21 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     block_q = config.prefill_block_q
     tiles: list[tuple[int, int]] = []
     work: list[int] = []
-    items = 0
+    items = blocks = 0
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         work.append(0)
         if query_len > DECODE_MAX_QUERY_LEN:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
+            blocks += cdiv(query_len, block_q) * cdiv(2 * seq_len - query_len, 256)
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)
             items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = active_workers(
-        total, items, config, most_workers(len(query_lens), config, bool(tiles))
-    )
+    most = most_workers(len(query_lens), config)
+    if tiles and config.beside[1]:
+        most = workers_beside(total, blocks * config.geometry.num_kv_heads, config)
+    active = active_workers(total, items, config, most)
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

@@ -191,9 +191,9 @@ def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len,
     config = policy.choose(geometry, H200, decode_query_len)
     config = dataclasses.replace(config, window=window)
     assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
-    # A worker an SM where the batch is the Gluon kernel's.
+    # A worker an SM where the batch is the Gluon kernel's, fewer beside a prefill.
     few = policy.HopperTiles(config.decode.block_n, 2)
-    config = dataclasses.replace(config, hopper_decode=few)
+    config = dataclasses.replace(config, hopper_decode=few, pdl=config.hopper_prefill is not None)
     assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
 
 

@@ -224,10 +224,10 @@ class Config:
     def beside(self) -> tuple[int, int]:
         """Fewest and most decode workers beside a prefill; zeros where they do not run so.
 
-        Four fifths of the SMs read as fast as the memory gives; with less than half of them decode
-        would be the last to finish (bench/NOTES.md).
+        With less than half of the SMs decode would be the last to finish; a tenth left to a small
+        prefill costs decode nothing, for memory is what it waits for (bench/NOTES.md).
         """
-        return (self.num_sms // 2, self.num_sms * 4 // 5) if self.side_by_side else (0, 0)
+        return (self.num_sms // 2, self.num_sms * 9 // 10) if self.side_by_side else (0, 0)
 
     @property
     def merge_tile(self) -> tuple[int, int]:

@@ -195,6 +195,72 @@ def test_graphs_replay_with_other_lengths():
         check(now, out)
 
 
+MIXTURES = [
+    Case(((1, 3000), (40, 100), (1, 64), (300, 0)), **LLAMA),
+    Case((*((1, 500 + 97 * i) for i in range(60)), (700, 1000), (17, 30)), **LLAMA),
+    Case(((900, 0), *((1, 8000),) * 3, (0, 0), (2, 90), (64, 64)), pad_requests=2, **LLAMA),
+    Case(((1, 9000), (3000, 0)), sinks=1.0, window=700, **LLAMA),
+    Case((*((1, 30),) * 200, (20, 3)), **MQA),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MIXTURES, ids=str)
+def test_prefill_and_decode_side_by_side(case):
+    """Both at once, layer after layer in one graph: whoever comes next has to wait for both."""
+    needs_hopper()
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan = plan_batch(attn, batch)
+    assert plan.side_by_side
+    active, (fewest, most) = int(attn._header[1]), attn.config.beside
+    assert 0 < active <= most
+    assert fewest < most < attn.config.num_sms
+    before = launches(), launches("hopper_prefill")
+    layers = [torch.empty_like(batch.q) for _ in range(6)]
+    copies = [torch.empty_like(batch.q) for _ in layers]
+    attn.run(batch.q, batch.kv_cache, out=layers[0], **batch.features)
+    assert (launches(), launches("hopper_prefill")) == (before[0] + 1, before[1] + 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out, copy in zip(layers, copies, strict=True):
+            out.fill_(float("nan"))
+            attn.run(batch.q, batch.kv_cache, out=out, **batch.features)
+            copy.copy_(out)  # too early, and NaN is what it copies
+    for _ in range(3):
+        poison_scratch_of_results(attn)
+        graph.replay()
+        torch.cuda.synchronize()
+        for copy in copies:
+            check(batch, copy)
+            assert torch.equal(copy[: batch.num_tokens], copies[0][: batch.num_tokens])
+    assert not attn._arrivals.any()
+    assert attn._header[3:].tolist() == [0, 0]
+
+
+def test_decode_gets_its_share_of_the_sms():
+    config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER)
+    fewest, most = config.beside
+    assert (fewest, most) == (66, 118)
+    assert policy.workers_beside(1, 10**9, config) == fewest
+    assert policy.workers_beside(10**9, 1, config) == most
+    shares = [policy.workers_beside(units, 10_000, config) for units in range(0, 200_000, 5000)]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 10
+    # 128 decodes of 2k keys beside two prefills of 2k: neither bound.
+    plan = policy.plan_batch([1] * 128 + [2048] * 2, [2048] * 130, config)
+    assert fewest < plan.header[1] < most
+    alone = policy.plan_batch([1] * 128, [2048] * 128, config)
+    assert alone.header[1] > most
+    for other in (
+        policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER, plain=True),
+        policy.choose(policy.Geometry(32, 8, 64, 64, 2), HOPPER),
+        policy.batch_invariant(config),
+    ):
+        assert other.beside == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("geometry", "device", "query_len", "reason"),
     [

@@ -236,7 +236,7 @@ def test_pages_come_back_from_the_cpu(finished, reference):
 
 @pytest.mark.parametrize(("name", "share"), [("eagle", 0.5), ("draft_model", 0.8)])
 def test_drafters_draft_right_and_change_no_token(finished, folder, name, share):
-    """Drafts that graphs attend to wrongly would be rejected; EAGLE's are right but for the start."""
+    """Drafts that graphs attend to wrongly are rejected; EAGLE's are right but for the start."""
     result = finished(name)
     check_graphs(result)
     expected = greedy_reference(folder / "target", DRAFTED, DRAFTED_TOKENS)
@@ -303,13 +303,12 @@ def compiled(cache: Path) -> set[str]:
     return {str(path.parent.relative_to(cache)) for path in cache.rglob("rank_*") if path.is_dir()}
 
 
-def test_an_upgrade_never_runs_its_predecessors_graphs(finished, folder, reference):
+def test_an_upgrade_never_runs_its_predecessors_graphs(folder, reference):
     """A former version whose attention writes the cache itself: its graphs have no such operator.
 
     The control takes the former version's fingerprint for this one's: then they are reused, and
     nothing is ever written to the cache.
     """
-    finished("lora")  # the others have had their turn: starts are timed by nobody
     cache = folder / "shared_cache"
 
     def run(name: str, version: str, writes: str) -> dict:

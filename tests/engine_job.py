@@ -13,7 +13,8 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
     attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first. ``lora`` is
-    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``.
+    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``, or
+    ``["trample", [GiB]]``.
 
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added),
@@ -116,6 +117,13 @@ def break_kernel(name: str | None) -> None:
     setattr(attention, attribute, lambda *_, **__: None)
 
 
+def trample(gib: int) -> None:
+    """Fill memory of the GPU that is free now with NaN, or a sleeping engine may find its own."""
+    torch.full((gib << 28,), float("nan"), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def run_round(llm, spec: dict) -> dict:
     """Generate greedily for one round's prompts."""
     from vllm import SamplingParams
@@ -125,7 +133,7 @@ def run_round(llm, spec: dict) -> dict:
     if spec.get("fresh"):
         llm.reset_prefix_cache()
     for method, arguments in spec.get("before", ()):
-        getattr(llm, method)(*arguments)
+        (trample if method == "trample" else getattr(llm, method))(*arguments)
     sampling = SamplingParams(
         temperature=0,
         max_tokens=spec["max_tokens"],

@@ -7,7 +7,9 @@ cache itself, as a backend may, so that vLLM traces no operator for it; with 0 t
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import engine_job
 
 
@@ -21,7 +23,7 @@ def write_inside_attention() -> None:
     def forward_and_write(
         self, layer, query, key, value, kv_cache, metadata, output, *rest, **named
     ):
-        if metadata is not None:
+        if metadata is not None and key is not None:  # the self-check writes for itself
             update(self, layer, key, value, kv_cache, metadata.slot_mapping)
         return forward(self, layer, query, key, value, kv_cache, metadata, output, *rest, **named)
 

@@ -220,6 +220,12 @@ def test_wrong_tokens_are_a_problem(abuse, tmp_path):
     assert check(model, answers, torch.float32, gpu=False, num_tokens=1)["problems"] == []
 
 
+def test_the_page_shows_the_published_figures():
+    command = [sys.executable, str(ABUSE / "abuse_page.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"run {ABUSE.name}/abuse_page.py\n{done.stderr}"
+
+
 # -- short runs -----------------------------------------------------------------------------------
 
 

@@ -86,12 +86,17 @@ class Job:
         return json.loads((folder / "result").read_text())
 
 
+# Pages that sleep gave back may come again as they were.
+TRAMPLE = ["trample", [8]]
+
+
 def sleeping(level: int) -> list:
     """Calls that put an engine to sleep and wake it up as vLLM's documentation does."""
     if level == 1:
-        return [["sleep", [1]], ["wake_up", []], ["reset_prefix_cache", []]]
+        return [["sleep", [1]], TRAMPLE, ["wake_up", []], ["reset_prefix_cache", []]]
     return [
         ["sleep", [2]],
+        TRAMPLE,
         ["wake_up", [["weights"]]],
         ["collective_rpc", ["reload_weights"]],
         ["wake_up", [["kv_cache"]]],
@@ -99,7 +104,7 @@ def sleeping(level: int) -> list:
     ]
 
 
-LOST = [["sleep", [2]], ["wake_up", []], ["reset_prefix_cache", []]]
+LOST = [["sleep", [2]], TRAMPLE, ["wake_up", []], ["reset_prefix_cache", []]]
 
 
 def make_jobs(folder: Path) -> dict[str, Job]:
@@ -119,7 +124,7 @@ def make_jobs(folder: Path) -> dict[str, Job]:
     offload = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 48 << 20},
     }
     fused = {**ENGINE["compilation_config"], "pass_config": {"fuse_attn_quant": True}}
     first = {**ROUND, "max_tokens": 1, "logprobs": True}

@@ -13,8 +13,8 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
     attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first. ``lora`` is
-    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``, or
-    ``["trample", [GiB]]``.
+    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``,
+    or ``["trample", [GiB]]``.
 
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added),

@@ -252,6 +252,43 @@ def test_drafters_draft_right_and_change_no_token(finished, folder, name, share)
         assert done["accepted"] >= share * done["drafts"] > 0
 
 
+def test_a_graph_plans_its_draft_steps():
+    """A replay attends to the keys of its own time, which neither build nor capture knew."""
+    from test_builder import HEAD_DIM, HEADS, KV_HEADS, PAGE, engine_config, make_batch, make_impl
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from tilewise.integration.builder import TilewiseMetadataBuilder
+
+    device, num_reqs = torch.device("cuda", torch.cuda.current_device()), 8
+    spec = FullAttentionSpec(
+        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
+    )
+    config = engine_config(mode="FULL_AND_PIECEWISE", draft_tokens=3)
+    recorded, fresh = (TilewiseMetadataBuilder(spec, ["layer.0"], config, device) for _ in range(2))
+    batch = make_batch([1] * num_reqs, context=1999)
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(batch, name, getattr(batch, name).to(device))
+    width = batch.block_table_tensor.shape[1]
+    cache = torch.randn(num_reqs * width + 1, PAGE, KV_HEADS, 2 * HEAD_DIM, device=device)
+    cache, query = cache.transpose(1, 2), torch.randn(num_reqs, HEADS, HEAD_DIM, device=device)
+    impl, output = make_impl(), torch.empty_like(query)
+    batch.seq_lens.fill_(1)
+    metadata = recorded.build_for_cudagraph_capture(batch)
+    impl.forward(None, query, None, None, cache, metadata, output)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded.update_draft_decode_metadata(metadata)
+        impl.forward(None, query, None, None, cache, metadata, output)
+    for lengths in ([2000] * 8, [1, 17, 300, 2000, 64, 65, 1023, 0], [5] * 8):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        output.fill_(float("nan"))
+        graph.replay()
+        expected = torch.full_like(query, float("nan"))
+        impl.forward(None, query, None, None, cache, fresh.build(0, batch), expected)
+        torch.testing.assert_close(output, expected, atol=0, rtol=0)
+        assert output.isfinite().all()
+
+
 # -- LoRA -----------------------------------------------------------------------------------------
 
 

@@ -232,7 +232,7 @@ def two_servers(setup: Setup) -> dict[str, Any]:
     finally:
         for server in servers:
             server.kill()
-    answers = outcomes[0].answers[:10] + outcomes[1].answers[:10]
+    answers = outcomes[0].answers[:100] + outcomes[1].answers[:100]
     checked = check_answers(setup.model, answers, setup.dtype, setup.gpu, setup.compared_tokens)
     problems += checked.pop("problems") + _check_alone(setup, [tokens])
     return {

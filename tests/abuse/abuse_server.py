@@ -212,7 +212,8 @@ def _gpu_memory(pids: set[int]) -> float | None:
         timeout=30, check=False,
     )  # fmt: skip
     rows = [line.split(", ") for line in done.stdout.splitlines() if ", " in line]
-    own = [float(used) for pid, used in rows if int(pid) in pids and used.strip().isdigit()]
+    known = [(int(pid), float(used)) for pid, used in rows if pid.isdigit() and used.isdigit()]
+    own = [used for pid, used in known if pid in pids]
     if own:
         return sum(own)
     done = subprocess.run(

@@ -168,6 +168,7 @@ def full_disk(setup: Setup) -> dict[str, Any]:
     try:
         server.wait_until_up(setup.start_timeout)
         worker = server.worker().pid
+        server.complete(PROMPT, 6)
         before = settle(server, 60)["tilewise_steps_total"]
         soft, hard = resource.prlimit(worker, resource.RLIMIT_FSIZE)
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, hard))

@@ -106,6 +106,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         impls = _group_impls(layer_names, vllm_config)
         self.is_encoder = _is_encoder(kv_cache_spec, impls)
         self.is_cross = any(impl.is_cross for impl in impls.values())
+        # With DCP a rank's key counts lie in another tensor than the plan reads.
+        dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+        self.supports_draft_decode_metadata_update = dcp == 1 and not self.is_encoder
+        for impl in impls.values():
+            impl.keep_through_sleep()
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
         made = [
             PagedAttention(
@@ -227,6 +232,28 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             max_query_len = max(max_query_len, batch.num_actual_tokens)
         return self._plan(batch, max_query_len, True)
+
+    def update_draft_decode_metadata(self, metadata: TilewiseMetadata) -> None:
+        """Plan a batch again whose lengths have changed on the device since it was planned.
+
+        Drafters call this between the steps of one CUDA graph, or record it there: a replay then
+        plans from the lengths of its own time.
+
+        Parameters
+        ----------
+        metadata : TilewiseMetadata
+            From this builder's newest ``build``; its plan is replaced.
+        """
+        plan = metadata.plan
+        metadata.plan = metadata.attn.plan(
+            plan.query_start_loc,
+            plan.seq_lens,
+            plan.block_table,
+            num_tokens=plan.num_tokens,
+            max_query_len=metadata.max_query_len,
+            has_decode=plan.has_decode,
+            causal=plan.causal,
+        )
 
     def _may_replay_mixed_graph(self, num_tokens: int) -> bool:
         """Whether a graph that serves any mix of prefills and decodes covers this many tokens."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from tilewise import exporter
 from tilewise.errors import IncompatibleVllm, UnsupportedConfig
-from tilewise.integration import fallback
+from tilewise.integration import compile_cache, fallback
 from tilewise.settings import load_settings
 
 BACKEND_PATH = "tilewise.integration.backend.TilewiseBackend"
@@ -180,6 +180,11 @@ def _claim(name: str) -> bool:
     return True
 
 
+def is_ours(member: Any) -> bool:
+    """Whether a member of vLLM's enum, or None, leads to our backend in this process."""
+    return member is not None and _current_path(member) == BACKEND_PATH
+
+
 def _current_path(member: Any) -> str | None:
     """The class path behind a member, or None where vLLM keeps the name free."""
     try:
@@ -201,6 +206,7 @@ def register_all() -> tuple[str, ...]:
         names = tuple(name for name in (OWN_NAME, SHARED_NAME) if _claim(name))
         if names:
             fallback.install()
+            compile_cache.install(is_ours)
             exporter.prepare()
         return names
     except (IncompatibleVllm, UnsupportedConfig) as error:

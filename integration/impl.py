@@ -152,6 +152,15 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             return None, None
         return layer._k_scale, layer._v_scale
 
+    def keep_through_sleep(self) -> None:
+        """Move what this layer made of its own out of the memory of the weights.
+
+        vLLM's sleep of level 2 discards that memory; it reloads parameters and restores buffers,
+        and knows of nothing else. What is allocated with the KV cache's builders is kept.
+        """
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes.clone()
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,

@@ -108,11 +108,11 @@ class Exporter:
     def __init__(self, labels: dict[str, str]) -> None:
         self._sink = NativeSink(labels) if os.environ.get(NATIVE_VARIABLE) else FileSink(labels)
         self._lock = threading.Lock()
-        self._failed = False
+        self._failed = self._closed = False
 
     def start(self) -> None:
         """Start the thread; it ends with the process, after one last flush."""
-        atexit.register(self.flush)
+        atexit.register(self.close)
         threading.Thread(target=self._loop, name="tilewise-metrics", daemon=True).start()
 
     def _loop(self) -> None:
@@ -121,9 +121,17 @@ class Exporter:
             self.flush()
             waiter.wait(PERIOD_SECONDS)
 
+    def close(self) -> None:
+        """Write for the last time: this process may remove the folder next."""
+        self.flush()
+        with self._lock:
+            self._closed = True
+
     def flush(self) -> None:
         """Write once; a folder that is gone or full is reported once."""
         with self._lock:
+            if self._closed:
+                return
             try:
                 self._sink.write(counters.totals(), counters.drain())
             except OSError as error:

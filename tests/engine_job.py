@@ -12,12 +12,15 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
     differently from those of one.
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
-    attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first.
+    attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first. ``lora`` is
+    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``,
+    or ``["trample", [GiB]]``.
 
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
-``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added) and
-``seconds``; and for the engine ``start_counters``, ``block_size``, ``backend``, ``runner`` and
-``preemptions``, and ``layers``: page size, window, soft cap, sinks and ALiBi of each of our layers.
+``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added),
+``drafts`` and ``accepted`` (tokens of a drafter) and ``seconds``; and for the engine
+``start_counters``, ``block_size``, ``backend``, ``runner`` and ``preemptions``, and ``layers``:
+page size, window, soft cap, sinks and ALiBi of each of our layers.
 """
 
 from __future__ import annotations
@@ -61,10 +64,17 @@ def attend_without_oldest_key(*args):
     return attend_plainly(*args, unseen=1)
 
 
+DRAFTS = {
+    "drafts": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+
 SABOTAGE: dict[str, Callable] = {
     "zeros": lambda impl, query, kv_cache, metadata, output: output.zero_(),
     "window": attend_without_oldest_key,
     "plain": attend_plainly,
+    # Layers of a drafter only; the target has one.
+    "drafter": lambda impl, query, kv_cache, metadata, output: output.zero_(),
 }
 
 
@@ -80,7 +90,11 @@ def sabotaged(kind: str | None):
 
     broken, forward = SABOTAGE[kind], TilewiseImpl.forward
 
-    def forward_broken(self, layer, query, key, value, kv_cache, metadata, output, *_, **__):
+    def forward_broken(self, layer, query, key, value, kv_cache, metadata, output, *rest, **named):
+        if kind == "drafter" and ".layers.0." in f".{layer.layer_name}":
+            return forward(
+                self, layer, query, key, value, kv_cache, metadata, output, *rest, **named
+            )
         with gpu_sync_allowed():
             return broken(self, query, kv_cache, metadata, output)
 
@@ -103,6 +117,13 @@ def break_kernel(name: str | None) -> None:
     setattr(attention, attribute, lambda *_, **__: None)
 
 
+def trample(gib: int) -> None:
+    """Fill memory of the GPU that is free now with NaN, or a sleeping engine may find its own."""
+    torch.full((gib << 28,), float("nan"), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def run_round(llm, spec: dict) -> dict:
     """Generate greedily for one round's prompts."""
     from vllm import SamplingParams
@@ -111,6 +132,8 @@ def run_round(llm, spec: dict) -> dict:
 
     if spec.get("fresh"):
         llm.reset_prefix_cache()
+    for method, arguments in spec.get("before", ()):
+        (trample if method == "trample" else getattr(llm, method))(*arguments)
     sampling = SamplingParams(
         temperature=0,
         max_tokens=spec["max_tokens"],
@@ -119,8 +142,9 @@ def run_round(llm, spec: dict) -> dict:
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in spec["prompts"]]
     before, started = counters.snapshot(), time.monotonic()
+    drafts = {name: _metric(llm, metric) for name, metric in DRAFTS.items()}
     with sabotaged(spec.get("sabotage")):
-        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        answers = llm.generate(prompts, sampling, use_tqdm=False, lora_request=_adapter(spec))
     after = counters.snapshot()
     return {
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
@@ -128,7 +152,17 @@ def run_round(llm, spec: dict) -> dict:
         "gaps": [_gaps(a.outputs[0].logprobs) for a in answers] if spec.get("logprobs") else None,
         "counters": {name: n - before.get(name, 0) for name, n in after.items()},
         "seconds": round(time.monotonic() - started, 2),
+        **{name: _metric(llm, metric) - drafts[name] for name, metric in DRAFTS.items()},
     }
+
+
+def _adapter(spec: dict):
+    """The round's LoRA adapter, if it names one."""
+    if "lora" not in spec:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, spec["lora"])
 
 
 def _gaps(logprobs) -> list[float]:

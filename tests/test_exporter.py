@@ -119,6 +119,25 @@ def test_a_folder_that_is_gone_breaks_nothing(variable, tmp_path):
         assert done.stderr.count("metrics cannot be written") == 1
 
 
+def test_a_process_that_ends_does_not_miss_the_folder_it_removed():
+    """With the engine in the server's own process, the exporter's thread outlives the folder."""
+    code = """
+        import atexit, logging, os, time
+        logging.basicConfig()
+        from tilewise import counters, exporter
+        exporter.PERIOD_SECONDS = 0.01
+        atexit.register(time.sleep, 0.3)  # runs last
+        exporter.prepare()
+        exporter.start({"engine": "0", "rank": "0"})
+        counters.add("steps", path="decode")
+        exporter.flush()
+        print(os.listdir(os.environ[exporter.FOLDER_VARIABLE]))
+    """
+    done = run(code)
+    assert ".json" in done.stdout
+    assert "cannot be written" not in done.stderr
+
+
 def test_the_first_process_makes_the_folder_and_removes_it():
     code = """
         import os, subprocess, sys

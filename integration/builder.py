@@ -137,7 +137,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         workspace = sum(attn.workspace_bytes for attn in made)
         # Here and not at registration: a forked worker inherits no threads.
         parallel = vllm_config.parallel_config
-        engine = getattr(parallel, "data_parallel_rank", 0) or 0
+        # vLLM resets the data parallel rank in engines of dense models; this number it keeps.
+        engine = getattr(parallel, "data_parallel_index", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
             "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, "

@@ -23,6 +23,7 @@ from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention
+    from tilewise.integration.context_parallel import ShardedAttention
     from tilewise.integration.impl import TilewiseImpl
 
 # New tokens of the requests: decode, speculative decode, prefill.
@@ -140,6 +141,13 @@ def draw_rows(
     return wide.as_strided((rows, heads, size), strides)
 
 
+def batches_of(sequence: Sequence, sharded: ShardedAttention | None) -> list:
+    """Batches that launch everything; single queries go another way where ranks share keys."""
+    if sharded is None:
+        return sequence.batches
+    return [*sequence.batches, [(1, len(sequence.key))]]
+
+
 class Borrowed:
     """Pages of a cache that hold NaN meanwhile and what they held afterwards."""
 
@@ -198,8 +206,11 @@ def attend(
     batch: list[tuple[int, int]],
     row_pad: int = 0,
     causal: bool = True,
+    sharded: ShardedAttention | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
+
+    With ``sharded`` it runs as under decode context parallelism, on a rank that holds all keys.
 
     Returns
     -------
@@ -219,10 +230,18 @@ def attend(
     if len(sizes) > 1:
         sizes = sizes.repeat_interleave(impl.num_heads // impl.num_kv_heads, 0)
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
-    plan = attn.plan(
-        query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens),
-        causal=causal,
-    )  # fmt: skip
+    bounds = {"num_tokens": starts[-1], "max_query_len": max(query_lens), "causal": causal}
+    key = value = step = None
+    if sharded is None:
+        plan = attn.plan(query_start_loc, seq_lens, table, **bounds)
+    else:
+        step = sharded.plan(query_start_loc, seq_lens, table, **bounds)
+        plan = step.plan
+        # What an fp8 cache has made of them, or they would differ from the reference's.
+        held = (sequence.key, sequence.value)
+        if impl.kv_dtype is not None:
+            held = read(impl, layer, kv_cache, sequence)
+        key, value = (_newest(rows.to(attn.dtype), batch, row_pad) for rows in held)
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
         num_reqs=len(batch),
@@ -234,11 +253,22 @@ def attend(
         slot_mapping=sequence.slots[: starts[-1]],
         attn=attn,
         plan=plan,
+        sharded=step,
     )
     shape = (starts[-1], impl.num_heads, impl.head_size)
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
-    impl.forward(layer, query, None, None, kv_cache, metadata, output)
+    impl.forward(layer, query, key, value, kv_cache, metadata, output)
     return query, output
+
+
+def _newest(rows: torch.Tensor, batch: list[tuple[int, int]], row_pad: int) -> torch.Tensor:
+    """The new tokens' rows ``[num_tokens, heads, size]`` of each request, one after another."""
+    picked = torch.cat([rows[length - n : length] for n, length in batch])
+    tokens, heads, size = picked.shape
+    wide = picked.new_empty(tokens, heads * size + row_pad)
+    # Strides by hand: PyTorch drops the padding of a single row.
+    padded = wide.as_strided(picked.shape, (heads * size + row_pad, size, 1))
+    return padded.copy_(picked)
 
 
 def reference(
@@ -281,7 +311,13 @@ def reference(
     )
 
 
-def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.Tensor) -> None:
+def check(
+    impl: TilewiseImpl,
+    layer: Any,
+    attn: PagedAttention,
+    kv_cache: torch.Tensor,
+    sharded: ShardedAttention | None = None,
+) -> None:
     """Compare cache write, decode and prefill with what they should give.
 
     Parameters
@@ -294,6 +330,8 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         The one that will serve it.
     kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
         The layer's cache; as before when this returns or raises.
+    sharded : ShardedAttention, optional
+        Under decode context parallelism, for a rank that holds all keys.
 
     Raises
     ------
@@ -309,8 +347,8 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
-        for batch in sequence.batches:
-            query, output = attend(impl, layer, attn, kv_cache, sequence, batch)
+        for batch in batches_of(sequence, sharded):
+            query, output = attend(impl, layer, attn, kv_cache, sequence, batch, sharded=sharded)
             begin = 0
             for tokens, length in batch:
                 rows = slice(begin, begin + tokens)

@@ -339,7 +339,7 @@ TABLE: tuple[Capability, ...] = (
             r.has_sliding_window or r.alibi or r.shares_kv or r.attn_type == "encoder_decoder"
         ),
         "DCP with a sliding window, ALiBi, a shared KV cache or cross attention not supported",
-        targets=("FLASHINFER", "FLASH_ATTN"),
+        targets=(), note="FLASHINFER and FLASH_ATTN count a window in the keys of one rank",
     ),
     Capability(
         "pcp", "prefill context parallelism", lambda r: r.use_pcp, "PCP not supported", targets=(),

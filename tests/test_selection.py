@@ -54,14 +54,8 @@ ACCEPTED = {
 # Case, who takes it, and the reason that tilewise gives.
 FALLBACK = {
     # A feature of ours is still asked of whoever takes the layer for another one.
-    "sinks_dcp_with_xqa": (
-        {"has_sink": True, "use_dcp": True, "has_sliding_window": True, "xqa": True},
-        "FLASHINFER", "DCP with a sliding window",
-    ),
-    "sinks_dcp_offline": (
-        {"has_sink": True, "use_dcp": True, "has_sliding_window": True},
-        "FLASH_ATTN", "DCP with a sliding window",
-    ),
+    "sinks_d512_with_xqa": ({"has_sink": True, "head_size": 512, "xqa": True}, "FLASHINFER", "(512;"),
+    "sinks_d8_offline": ({"has_sink": True, "head_size": 8}, "FLASH_ATTN", "(8; tilewise"),
     "int8_kv": ({"kv_cache_dtype": "int8_per_token_head"}, "TRITON_ATTN", "supported (int8"),
     "turboquant": ({"kv_cache_dtype": "turboquant_k8v4"}, "TURBOQUANT", "supported (turboq"),
     "mm_prefix": ({"use_mm_prefix": True}, "TRITON_ATTN", "partial multimodal token full"),
@@ -80,7 +74,6 @@ FALLBACK = {
     "d84": ({"head_size": 84}, "TRITON_ATTN", "head_size not supported (84;"),
     "d320": ({"head_size": 320}, "TRITON_ATTN", "head_size not supported (320;"),
     "d512": ({"head_size": 512}, "FLASHINFER", "head_size not supported (512;"),
-    "dcp_window": ({"use_dcp": True, "has_sliding_window": True}, "FLASHINFER", "DCP with"),
 }  # fmt: skip
 
 NOBODY = {
@@ -90,6 +83,7 @@ NOBODY = {
     "pages_of_8": ({"block_size": 8}, "block_size not supported (8;"),
     "turing_with_fp8": ({"capability": [7, 5], "kv_cache_dtype": "fp8_e5m2", "use_dcp": True},
         "capability not supported ((7, 5);"),
+    "dcp_window": ({"use_dcp": True, "has_sliding_window": True}, "DCP with a sliding window"),
     "sinks_dcp_d84": ({"has_sink": True, "use_dcp": True, "head_size": 84}, "(84;"),
 }  # fmt: skip
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tilewise import counters
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.kernels.shards import shard_lengths
@@ -217,7 +216,6 @@ class ShardedAttention:
                 lengths, query_start_loc, seq_lens, count=dealt.count, rank=dealt.rank,
                 interleave=dealt.interleave, with_new=single,
             )  # fmt: skip
-            counters.add("launches", kernel="plan")
         bounds: dict[str, Any] = {
             "num_tokens": num_tokens, "max_query_len": max_query_len, "has_decode": has_decode,
         }  # fmt: skip

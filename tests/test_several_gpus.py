@@ -7,13 +7,8 @@ piece as in ``test_gpu_engine``; every case has a round in which one rank's atte
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import Agreement, Reference, compare, greedy_reference
+from parallel_engines import run_jobs
 from tiny_model import TinyLlama
 
 pytestmark = [
@@ -32,9 +28,6 @@ pytestmark = [
         reason=f"needs 2 GPUs of one host, torch sees {torch.cuda.device_count()}",
     ),
 ]
-
-JOB_SCRIPT = Path(__file__).with_name("parallel_job.py")
-JOB_TIMEOUT = 240
 
 PIECE, NUM_PIECES = 4, 4
 LENGTHS = [1, 2, 15, 16, 17, 40, 63, 64, 65, 129, 300, 511, 1000, 1023, 1024, 1500, 2047, 3000]
@@ -63,13 +56,6 @@ GRAPHS = {
 }
 TP = {"tensor_parallel_size": 2}
 DCP = {**TP, "decode_context_parallel_size": 2}
-
-# Multicast over NVLink outlives a program that dies, on hosts that forbid it for that reason.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-}
 
 
 @dataclass(frozen=True)
@@ -129,55 +115,6 @@ class Model:
             merged.gaps.extend(ours["gaps"])
             tokens.extend(theirs["tokens"])
         return compare(merged, tokens)
-
-
-def run_jobs(jobs: dict[str, dict], folder: Path, start: str = "fork") -> dict[str, dict]:
-    """Run engines side by side; each has a process group and caches of its own."""
-    tests = str(Path(__file__).parent)
-    path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
-    processes = {}
-    for name, job in jobs.items():
-        place = folder / name
-        (place / "metrics").mkdir(parents=True)
-        (place / "job.json").write_text(json.dumps(job))
-        environ = {
-            **NO_MULTICAST,
-            **os.environ,
-            "PYTHONPATH": path,
-            "HF_HUB_OFFLINE": "1",
-            "TILEWISE_METRICS_DIR": str(place / "metrics"),
-            "TRITON_CACHE_DIR": str(place / "triton"),
-            "VLLM_CACHE_ROOT": str(place / "cache"),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_WORKER_MULTIPROC_METHOD": start,
-        }
-        command = [sys.executable, str(JOB_SCRIPT), str(place / "job.json"), str(place / "result")]
-        with (place / "log").open("w") as log:
-            processes[name] = subprocess.Popen(
-                command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-    try:
-        deadline = time.monotonic() + JOB_TIMEOUT
-        for process in processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(deadline - time.monotonic(), 1))
-    finally:
-        for process in processes.values():
-            # Workers of an engine that failed must not hold the GPUs.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    failed = {name: p.returncode for name, p in processes.items() if p.returncode}
-    logs = [f"{name} ({code}): {_log(folder / name)}" for name, code in failed.items()]
-    assert not failed, "\n\n".join(logs)
-    return {name: json.loads((folder / name / "result").read_text()) for name in jobs}
-
-
-def _log(place: Path) -> str:
-    """The end of an engine's log, and the first error in it: that is of the rank that failed."""
-    lines = (place / "log").read_text().splitlines()
-    first = next((i for i, line in enumerate(lines) if "ERROR" in line or "Error:" in line), 0)
-    return "\n".join([*lines[first : first + 40], "...", *lines[-20:]])
 
 
 def rounds_of(folder: Path) -> tuple[list[dict], float]:

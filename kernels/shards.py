@@ -10,18 +10,22 @@ import triton.language as tl
 
 from tilewise.kernels.launch import Launcher
 
+BLOCK_R = 128
+
+# One kernel for all ranks and batches: the start of a server compiles it for a rank of its own.
+_SCALARS = ["num_reqs", "count", "rank", "interleave"]
 _VARYING = ["lengths_ptr", "query_start_loc_ptr", "seq_lens_ptr"]
 
 
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_VARYING)
+@triton.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=_VARYING)
 def _shard_lengths_kernel(
     lengths_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     num_reqs,
-    COUNT: tl.constexpr,
-    RANK: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
+    count,
+    rank,
+    interleave,
     WITH_NEW: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -34,9 +38,9 @@ def _shard_lengths_kernel(
         keys -= tl.load(query_start_loc_ptr + r + 1, mask=ok, other=0) - begin
     # Padding may have more rows than keys.
     keys = tl.maximum(keys, 0)
-    rounds = keys // (COUNT * INTERLEAVE)
-    rest = keys - rounds * (COUNT * INTERLEAVE) - RANK * INTERLEAVE
-    lengths = rounds * INTERLEAVE + tl.minimum(tl.maximum(rest, 0), INTERLEAVE)
+    rounds = keys // (count * interleave)
+    rest = keys - rounds * (count * interleave) - rank * interleave
+    lengths = rounds * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
     tl.store(lengths_ptr + r, lengths, mask=ok)
 
 
@@ -70,9 +74,6 @@ def shard_lengths(
         Whether keys of the queries' own tokens count.
     """
     num_reqs = lengths.shape[0]
-    block = min(triton.next_power_of_2(max(num_reqs, 1)), 256)
-    constants = dict(
-        COUNT=count, RANK=rank, INTERLEAVE=interleave, WITH_NEW=with_new, BLOCK_R=block
-    )
-    args = (lengths, query_start_loc, seq_lens, num_reqs)
-    _launch_shard_lengths((triton.cdiv(num_reqs, block), 1, 1), args, constants, num_warps=4)
+    args = (lengths, query_start_loc, seq_lens, num_reqs, count, rank, interleave)
+    constants = dict(WITH_NEW=with_new, BLOCK_R=BLOCK_R)
+    _launch_shard_lengths((triton.cdiv(num_reqs, BLOCK_R), 1, 1), args, constants, num_warps=4)

@@ -318,7 +318,7 @@ def test_a_promise_of_no_context_does_not_hold_back_single_queries(device):
 
 def forget_a_rank(sharded: ShardedAttention, rank: int) -> None:
     if rank == 1:
-        sharded._dealt = Shards(10**6, 10**6 - 1)
+        sharded._dealt = Shards(10**6, 10**6 - 1)  # no key lies there
 
 
 def deal_otherwise(sharded: ShardedAttention, rank: int) -> None:

@@ -201,6 +201,8 @@ def test_the_plugin_runs_in_every_worker(done):
         assert rank["counters"]["launches{kernel=plan}"] > 0
         assert rank["counters"]["launches{kernel=cache_write}"] > 0
         graphs = rank["counters"].get("graph_steps{mode=full}", 0)
+        compiled = [n for name, n in rank["counters"].items() if "phase=serving" in name]
+        assert not any(compiled), rank["counters"]
         assert (graphs > 0) is ("compilation_config" in done.case.engine), rank["cudagraph_mode"]
 
 

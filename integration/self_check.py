@@ -207,10 +207,12 @@ def attend(
     row_pad: int = 0,
     causal: bool = True,
     sharded: ShardedAttention | None = None,
+    new_pads: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
-    With ``sharded`` it runs as under decode context parallelism, on a rank that holds all keys.
+    With ``sharded`` it runs as under decode context parallelism, on a rank that holds all keys;
+    ``new_pads`` are elements between the rows of its new keys and of their values.
 
     Returns
     -------
@@ -241,7 +243,10 @@ def attend(
         held = (sequence.key, sequence.value)
         if impl.kv_dtype is not None:
             held = read(impl, layer, kv_cache, sequence)
-        key, value = (_newest(rows.to(attn.dtype), batch, row_pad) for rows in held)
+        key, value = (
+            _newest(rows.to(attn.dtype), batch, pad)
+            for rows, pad in zip(held, new_pads, strict=True)
+        )
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
         num_reqs=len(batch),

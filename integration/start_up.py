@@ -7,6 +7,7 @@ each.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -169,11 +170,13 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
             for value_pad in pads:
                 key, value = by_pad[key_pad].key, by_pad[value_pad].value
                 self_check.write(impl, layer, kv_cache, replace(first, key=key, value=value))
-        for pad in pads:
+        # New keys and values are read beside the cache where ranks share it.
+        several = itertools.product(pads, pads) if alone else [(0, 0)]
+        for pad, new_pads in itertools.product(pads, several):
             for batch in self_check.batches_of(first, alone.get("sharded")):
                 self_check.attend(
                     impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross,
-                    **alone,
+                    new_pads=new_pads, **alone,
                 )  # fmt: skip
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)

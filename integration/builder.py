@@ -254,6 +254,16 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         """Whether a graph that serves any mix of prefills and decodes covers this many tokens."""
         return num_tokens <= self._mixed_graph_tokens
 
+    def _is_single(self, num_tokens: int, max_query_len: int, capture: bool) -> bool:
+        """Whether no request has more than one query token, in every replay of a graph.
+
+        Graphs of mixed batches serve longer queries too, whatever is replayed on them; others serve
+        nothing but decodes, whatever they are captured with.
+        """
+        if self.decode_query_len > 1 or self._may_replay_mixed_graph(num_tokens):
+            return False
+        return capture or max_query_len <= 1
+
     def _has_decode(self, batch: CommonAttentionMetadata, max_query_len: int) -> bool:
         """Whether a request of 1..16 tokens is there; True when the host cannot know."""
         if max_query_len <= DECODE_MAX_QUERY_LEN or self.num_draft_tokens > 0:
@@ -286,7 +296,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         else:
             # A graph serves batches with a context, whatever the one it is captured with has.
             has_context = capture or _has_context(batch)
-            sharded = self.sharded.plan(*tensors, **bounds, has_context=has_context)
+            sharded = self.sharded.plan(
+                *tensors, **bounds, has_context=has_context,
+                single=self._is_single(batch.num_actual_tokens, max_query_len, capture),
+            )  # fmt: skip
             plan = sharded.plan
         self.steps.planned(plan, batch)
         counters.observe("build_seconds", time.perf_counter() - started)

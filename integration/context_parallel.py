@@ -196,6 +196,7 @@ class ShardedAttention:
         has_decode: bool = True,
         causal: bool | torch.Tensor = True,
         has_context: bool = True,
+        single: bool | None = None,
     ) -> ShardedStep:
         """Plan a batch; no host sync.
 
@@ -207,9 +208,13 @@ class ShardedAttention:
         has_context : bool
             False promises that no request has keys besides its new ones: nothing is exchanged.
             The same on all ranks.
+        single : bool, optional
+            True promises that no request has more than one query token, so that the new keys can be
+            counted in the shards. Default: what ``max_query_len`` says. A batch that replays a
+            graph must be planned as the one that was captured, in this respect.
         """
         lengths = self._lengths[: seq_lens.shape[0]]
-        single = max_query_len <= 1
+        single = max_query_len <= 1 if single is None else single
         if lengths.shape[0]:
             dealt = self._dealt
             shard_lengths(

@@ -101,16 +101,21 @@ def test_the_host_says_whether_there_is_a_context(context, bounds, expected):
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 @pytest.mark.parametrize("draft_tokens", [None, 2])
 def test_a_graph_holds_what_its_replays_need(mode, draft_tokens):
-    """The context's exchange is captured though dummies have none; the same plans are refreshed."""
+    """The context's exchange is captured though dummies have none; the same plans are refreshed.
+
+    A replay may have fewer tokens than the graph, and a dummy any bound of its queries.
+    """
     builder = make_plain_builder(mode=mode, draft_tokens=draft_tokens)
     query_len = 1 + (draft_tokens or 0)
     for reqs in (1, 2, 8):
         tokens = [query_len] * reqs
         dummy = make_batch(tokens, context=0)
         dummy.seq_lens_cpu_upper_bound = dummy.seq_lens.clone()
+        dummy.max_query_len = sum(tokens)
         captured = builder.build_for_cudagraph_capture(dummy).sharded
         assert captured.has_context
-        replayed = [tokens]
+        assert (captured.new is None) == (mode != "FULL" and draft_tokens is None)
+        replayed = [tokens, tokens[:1]]
         if mode == "FULL":
             replayed.append([sum(tokens)])  # one prefill of as many tokens
         for query_lens in replayed:

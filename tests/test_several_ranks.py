@@ -22,10 +22,18 @@ TP = {"tensor_parallel_size": 2}
 DCP = {**TP, "decode_context_parallel_size": 2}
 # Two ranks share what cores and NUMA nodes there are.
 SHARED_HOST = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_SIM_MULTI_NUMA": "0"}
+# Random prompts repeat a token often enough for some drafts.
+NGRAMS = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+}  # fmt: skip
 # KV heads, and the engine.
 CASES = {
     "dcp2": (1, DCP),
     "dcp2_interleaved": (1, {**DCP, "cp_kv_cache_interleave_size": 16, "dcp_comm_backend": "a2a"}),
+    "dcp2_drafts": (
+        1,
+        {**DCP, "cp_kv_cache_interleave_size": 8, "speculative_config": NGRAMS},
+    ),
     "tp2": (2, TP),
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "dp2": (2, {"data_parallel_size": 2}),

@@ -24,6 +24,12 @@ from tilewise import counters, exporter
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration import start_up
+from tilewise.integration.context_parallel import (
+    ShardedAttention,
+    ShardedStep,
+    group_shards,
+    join_group,
+)
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
@@ -57,6 +63,8 @@ class TilewiseMetadata:
     steps: StepMetrics | None = None
     # Of encoders, whose layers may have other windows than the first: theirs.
     others: dict[int | None, tuple[PagedAttention, Plan]] | None = None
+    # Under decode context parallelism; `attn` and `plan` are then those of its first part.
+    sharded: ShardedStep | None = None
 
     def planned(self, window: int | None) -> tuple[PagedAttention, Plan]:
         """Return what a layer of that window runs on; the first layer's where there is no other."""
@@ -86,7 +94,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
+        )
         speculative = vllm_config.speculative_config
         self.num_draft_tokens = 0
         if speculative is not None:
@@ -112,9 +122,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         for impl in impls.values():
             impl.keep_through_sleep()
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
+        parallel = vllm_config.parallel_config
+        shards = None if self.is_encoder else group_shards(kv_cache_spec, parallel)
         made = [
             PagedAttention(
-                num_q_heads,
+                num_q_heads if shards is None else num_q_heads * shards.count,
                 kv_cache_spec.num_kv_heads,
                 kv_cache_spec.head_size,
                 # Keys of encoders lie in no pages, whatever their spec says.
@@ -132,17 +144,23 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
         ]
         self.attn, *self._others = made
+        self.sharded = None
+        if shards is not None:
+            self.sharded = ShardedAttention(shards, join_group(shards, parallel), self.attn)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         start_up.watch(self, layers)
-        for attn in made:
-            held = attn.workspace_bytes
+        holders: list[PagedAttention | ShardedAttention] = [*made]
+        if self.sharded is not None:
+            holders.append(self.sharded)
+        for holder in holders:
+            held = holder.workspace_bytes
             counters.grow("workspace_bytes", held)
             # vLLM makes builders for an estimate of memory, and drops them.
-            weakref.finalize(attn, counters.grow, "workspace_bytes", -held)
-        workspace = sum(attn.workspace_bytes for attn in made)
+            weakref.finalize(holder, counters.grow, "workspace_bytes", -held)
+        workspace = sum(holder.workspace_bytes for holder in holders)
         # Here and not at registration: a forked worker inherits no threads.
-        parallel = vllm_config.parallel_config
-        engine = getattr(parallel, "data_parallel_rank", 0) or 0
+        # vLLM resets the data parallel rank in engines of dense models; this number it keeps.
+        engine = getattr(parallel, "data_parallel_index", 0) or 0
         exporter.start({"engine": str(engine), "rank": str(getattr(parallel, "rank", 0))})
         logger.info(
             "tilewise attends in %d layers: %d query and %d KV heads of size %d, %s, %s, "
@@ -156,9 +174,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             if self.is_encoder
             else f"{self.attn.kv_dtype} cache in pages of {kv_cache_spec.block_size} tokens",
             workspace / 2**20,
-            ", batch-invariant" if self.attn.batch_invariant else "",
+            (", batch-invariant" if self.attn.batch_invariant else "")
+            + (f", keys shared by {shards.count} ranks" if shards else ""),
         )
-        self.steps = StepMetrics(self.attn.config)
+        self.steps = StepMetrics(self.attn.config, shards.count if shards else 1)
         describe_process()
 
     def _largest_graph(self) -> int:
@@ -227,11 +246,14 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             return self.build(0, batch)
         # V1 gives dummy requests as many keys as the batch has tokens, which may be more than a
         # block table of a short max_model_len can name.
-        batch.seq_lens.clamp_(max=batch.block_table_tensor.shape[1] * self.attn.geometry.page_size)
+        tokens = batch.block_table_tensor.shape[1] * self.attn.geometry.page_size
+        if self.sharded is not None:
+            tokens *= self.sharded.shards.count
+        batch.seq_lens.clamp_(max=tokens)
         max_query_len = max(batch.max_query_len, self.decode_query_len)
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             max_query_len = max(max_query_len, batch.num_actual_tokens)
-        return self._plan(batch, max_query_len, True)
+        return self._plan(batch, max_query_len, True, capture=True)
 
     def update_draft_decode_metadata(self, metadata: TilewiseMetadata) -> None:
         """Plan a batch again whose lengths have changed on the device since it was planned.
@@ -259,6 +281,16 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         """Whether a graph that serves any mix of prefills and decodes covers this many tokens."""
         return num_tokens <= self._mixed_graph_tokens
 
+    def _is_single(self, num_tokens: int, max_query_len: int, capture: bool) -> bool:
+        """Whether no request has more than one query token, in every replay of a graph.
+
+        Graphs of mixed batches serve longer queries too, whatever is replayed on them; others serve
+        nothing but decodes, whatever they are captured with.
+        """
+        if self.decode_query_len > 1 or self._may_replay_mixed_graph(num_tokens):
+            return False
+        return capture or max_query_len <= 1
+
     def _has_decode(self, batch: CommonAttentionMetadata, max_query_len: int) -> bool:
         """Whether a request of 1..16 tokens is there; True when the host cannot know."""
         if max_query_len <= DECODE_MAX_QUERY_LEN or self.num_draft_tokens > 0:
@@ -268,22 +300,34 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         return bool(((lengths > 0) & (lengths <= DECODE_MAX_QUERY_LEN)).any())
 
     def _plan(
-        self, batch: CommonAttentionMetadata, max_query_len: int, has_decode: bool
+        self,
+        batch: CommonAttentionMetadata,
+        max_query_len: int,
+        has_decode: bool,
+        capture: bool = False,
     ) -> TilewiseMetadata:
         """Run the plan kernel for ``batch`` and wrap its result."""
         started = time.perf_counter()
-        plan, *others = (
-            attn.plan(
-                batch.query_start_loc,
-                None if self.is_encoder else batch.seq_lens,
-                None if self.is_encoder else batch.block_table_tensor,
-                num_tokens=batch.num_actual_tokens,
-                max_query_len=max_query_len,
-                has_decode=has_decode,
-                causal=batch.causal,
-            )
-            for attn in (self.attn, *self._others)
+        tensors: tuple[Any, ...] = (
+            batch.query_start_loc,
+            None if self.is_encoder else batch.seq_lens,
+            None if self.is_encoder else batch.block_table_tensor,
         )
+        bounds: dict[str, Any] = {
+            "num_tokens": batch.num_actual_tokens, "max_query_len": max_query_len,
+            "has_decode": has_decode, "causal": batch.causal,
+        }  # fmt: skip
+        sharded, others = None, []
+        if self.sharded is None:
+            plan, *others = (attn.plan(*tensors, **bounds) for attn in (self.attn, *self._others))
+        else:
+            # A graph serves batches with a context, whatever the one it is captured with has.
+            has_context = capture or _has_context(batch)
+            sharded = self.sharded.plan(
+                *tensors, **bounds, has_context=has_context,
+                single=self._is_single(batch.num_actual_tokens, max_query_len, capture),
+            )  # fmt: skip
+            plan = sharded.plan
         self.steps.planned(plan, batch)
         counters.observe("build_seconds", time.perf_counter() - started)
         return TilewiseMetadata(
@@ -303,7 +347,17 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 attn.window: (attn, made) for attn, made in zip(self._others, others, strict=True)
             }
             or None,
+            sharded=sharded,
         )
+
+
+def _has_context(batch: CommonAttentionMetadata) -> bool:
+    """Whether a request may have keys besides its new ones; the same on all ranks."""
+    lengths = batch.seq_lens_cpu_upper_bound
+    if lengths is None:
+        return True
+    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
+    return bool((lengths[: batch.num_reqs] > starts[1:] - starts[:-1]).any())
 
 
 def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, TilewiseImpl]:

@@ -105,6 +105,12 @@ def missing_features() -> tuple[str, ...]:
     return tuple(missing)
 
 
+def shards_caches() -> bool:
+    """Whether the installed vLLM says of a KV cache if ranks share its sequences, as 0.33 does."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    return hasattr(interface.AttentionSpec, "dcp_sharded")
+
+
 def require_supported() -> None:
     """Check the installed vLLM.
 

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from tilewise import counters, support
 from tilewise.device import fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
+from tilewise.integration.compat import shards_caches
 from tilewise.kernels.cache_write import write_kv_cache
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Layers whose keys are the rows of their own batch: they have no cache.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+_DCP = support.is_native("dcp") and shards_caches()
 
 # vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
 _FP8_CACHES = {
@@ -61,6 +64,13 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
     # Quantised queries would cost a launch a layer and precision; the kernels gain nothing by them.
     supports_quant_query_input: bool = False
 
+    # vLLM starts with decode context parallelism only where all of these say so. Queries of any
+    # number of tokens see their context apart from each other, so that interleaving is free.
+    supports_dcp: bool = _DCP
+    can_return_lse_for_decode: bool = _DCP
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = _DCP
+    lse_base_on_e: bool = True
+
     def __init__(
         self,
         num_heads: int,
@@ -96,6 +106,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         self.is_encoder = attn_type in _ENCODERS
         self.is_cross = attn_type == AttentionType.ENCODER_DECODER
         self.kv_dtype = None if self.is_encoder else self._kv_dtype()
+        if self.dcp_world_size > 1 and not self.is_encoder:
+            self._check_for_dcp()
         for name, value in extra.items():
             if not _switched_off(value):
                 raise _unsupported(f"the layer option {name!r} ({type(value).__name__})")
@@ -145,6 +157,18 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         if alibi_slopes is not None:
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.alibi_sqrt = use_alibi_sqrt
+
+    def _check_for_dcp(self) -> None:
+        """Refuse what needs to know where in its sequence a key of a shared cache stands."""
+        features = {
+            "a sliding window": self.window is not None,
+            "ALiBi slopes": self.alibi_slopes is not None,
+            "a KV cache shared between layers": self.kv_sharing_target_layer_name is not None,
+            "cross attention": self.is_cross,
+        }
+        for name, present in features.items():
+            if present:
+                raise _unsupported(f"{name} with decode context parallelism")
 
     def _kv_scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Scales of an fp8 cache, still on the device: a graph sees what is loaded later."""
@@ -219,7 +243,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         query : Tensor[num_tokens, num_heads, head_size]
             Queries; may have more rows than the step has tokens.
         key, value : Tensor[num_tokens, num_kv_heads, head_size], optional
-            Of a decoder already in the cache, and unused.
+            Of a decoder already in the cache, and unused but for decode context parallelism.
         kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
             The layer's cache; of an encoder anything.
         attn_metadata : TilewiseMetadata, optional
@@ -247,6 +271,12 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             return output.fill_(0)
         if attn_metadata.steps is not None:
             attn_metadata.steps.ran()
+        if attn_metadata.sharded is not None:
+            step = attn_metadata.sharded
+            step.attention.run(
+                step, self, query, key, value, kv_cache, output, self._kv_scales(layer)
+            )
+            return output
         attn, plan = attn_metadata.planned(self.window)
         if attn.window != self.window:
             raise UnsupportedConfig(

@@ -24,6 +24,7 @@ from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention
+    from tilewise.integration.context_parallel import ShardedAttention
     from tilewise.integration.impl import TilewiseImpl
 
 # New tokens of the requests: decode, speculative decode, prefill.
@@ -141,6 +142,17 @@ def draw_rows(
     return wide.as_strided((rows, heads, size), strides)
 
 
+def batches_of(
+    sequence: Sequence, attn: PagedAttention, sharded: ShardedAttention | None
+) -> list[tuple[list[tuple[int, int]], bool]]:
+    """Batches that launch everything, and whether to treat them as ones of many requests."""
+    if sharded is None:
+        kernels = (False, True) if attn.config.decodes_few(1) else (False,)
+        return list(product(sequence.batches, kernels))
+    # Single queries go another way where ranks share keys.
+    return [(batch, False) for batch in (*sequence.batches, [(1, len(sequence.key))])]
+
+
 class Borrowed:
     """Pages of a cache that hold NaN meanwhile and what they held afterwards."""
 
@@ -199,11 +211,15 @@ def attend(
     batch: list[tuple[int, int]],
     row_pad: int = 0,
     causal: bool = True,
+    sharded: ShardedAttention | None = None,
+    new_pads: tuple[int, int] = (0, 0),
     many: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
-    With ``many`` the decode kernel for many requests runs, however few there are.
+    With ``sharded`` it runs as under decode context parallelism, on a rank that holds all keys;
+    ``new_pads`` are elements between the rows of its new keys and of their values.  With ``many``
+    the decode kernel for many requests runs, however few there are.
 
     Returns
     -------
@@ -223,12 +239,23 @@ def attend(
     if len(sizes) > 1:
         sizes = sizes.repeat_interleave(impl.num_heads // impl.num_kv_heads, 0)
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
-    plan = attn.plan(
-        query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens),
-        causal=causal,
-    )  # fmt: skip
-    if many:
-        plan = replace(plan, decodes_few=False)
+    bounds = {"num_tokens": starts[-1], "max_query_len": max(query_lens), "causal": causal}
+    key = value = step = None
+    if sharded is None:
+        plan = attn.plan(query_start_loc, seq_lens, table, **bounds)
+        if many:
+            plan = replace(plan, decodes_few=False)
+    else:
+        step = sharded.plan(query_start_loc, seq_lens, table, **bounds)
+        plan = step.plan
+        # What an fp8 cache has made of them, or they would differ from the reference's.
+        held = (sequence.key, sequence.value)
+        if impl.kv_dtype is not None:
+            held = read(impl, layer, kv_cache, sequence)
+        key, value = (
+            _newest(rows.to(attn.dtype), batch, pad)
+            for rows, pad in zip(held, new_pads, strict=True)
+        )
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
         num_reqs=len(batch),
@@ -240,16 +267,22 @@ def attend(
         slot_mapping=sequence.slots[: starts[-1]],
         attn=attn,
         plan=plan,
+        sharded=step,
     )
     shape = (starts[-1], impl.num_heads, impl.head_size)
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
-    impl.forward(layer, query, None, None, kv_cache, metadata, output)
+    impl.forward(layer, query, key, value, kv_cache, metadata, output)
     return query, output
 
 
-def decode_kernels(attn: PagedAttention) -> tuple[bool, ...]:
-    """Values of ``attend``'s ``many`` that between them run every decode kernel there is."""
-    return (False, True) if attn.config.decodes_few(1) else (False,)
+def _newest(rows: torch.Tensor, batch: list[tuple[int, int]], row_pad: int) -> torch.Tensor:
+    """The new tokens' rows ``[num_tokens, heads, size]`` of each request, one after another."""
+    picked = torch.cat([rows[length - n : length] for n, length in batch])
+    tokens, heads, size = picked.shape
+    wide = picked.new_empty(tokens, heads * size + row_pad)
+    # Strides by hand: PyTorch drops the padding of a single row.
+    padded = wide.as_strided(picked.shape, (heads * size + row_pad, size, 1))
+    return padded.copy_(picked)
 
 
 def reference(
@@ -292,7 +325,13 @@ def reference(
     )
 
 
-def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.Tensor) -> None:
+def check(
+    impl: TilewiseImpl,
+    layer: Any,
+    attn: PagedAttention,
+    kv_cache: torch.Tensor,
+    sharded: ShardedAttention | None = None,
+) -> None:
     """Compare cache write, decode and prefill with what they should give.
 
     Parameters
@@ -305,6 +344,8 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         The one that will serve it.
     kv_cache : Tensor[num_pages, num_kv_heads, page_size, 2 * head_size]
         The layer's cache; as before when this returns or raises.
+    sharded : ShardedAttention, optional
+        Under decode context parallelism, for a rank that holds all keys.
 
     Raises
     ------
@@ -320,8 +361,10 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
-        for batch, many in product(sequence.batches, decode_kernels(attn)):
-            query, output = attend(impl, layer, attn, kv_cache, sequence, batch, many=many)
+        for batch, many in batches_of(sequence, attn, sharded):
+            query, output = attend(
+                impl, layer, attn, kv_cache, sequence, batch, sharded=sharded, many=many
+            )
             begin = 0
             for tokens, length in batch:
                 rows = slice(begin, begin + tokens)

@@ -7,12 +7,12 @@ each.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +106,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         _checked.add(geometry)
         started = time.perf_counter()
         try:
-            self_check.check(impl, layer, attn, kv_cache)
+            self_check.check(impl, layer, attn, kv_cache, **_alone(builder))
         except SelfCheckFailed:
             counters.add("self_checks", always=True, result="failed")
             raise
@@ -115,6 +115,14 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         "tilewise's prefill, decode and cache write agree with PyTorch on the KV cache (%.2f s)",
         time.perf_counter() - started,
     )
+
+
+def _alone(builder: TilewiseMetadataBuilder) -> dict[str, Any]:
+    """Keyword arguments of the self-check under decode context parallelism; else none.
+
+    Ranks prepare their layers whenever they come to it, so nothing is exchanged here.
+    """
+    return {} if builder.sharded is None else {"sharded": builder.sharded.alone()}
 
 
 def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) -> tuple[Any, ...]:
@@ -156,16 +164,20 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     pads = row_pads(impl.head_size)
     by_pad = {pad: self_check.make_sequence(impl, layer, attn, kv_cache, pad) for pad in pads}
     first = by_pad[0]
+    alone = _alone(builder)
     with self_check.Borrowed(kv_cache, first.pages):
         for key_pad in pads:
             for value_pad in pads:
                 key, value = by_pad[key_pad].key, by_pad[value_pad].value
                 self_check.write(impl, layer, kv_cache, replace(first, key=key, value=value))
-        for pad in pads:
-            for batch, many in product(first.batches, self_check.decode_kernels(attn)):
+        # New keys and values are read beside the cache where ranks share it.
+        several = itertools.product(pads, pads) if alone else [(0, 0)]
+        for pad, new_pads in itertools.product(pads, several):
+            for batch, many in self_check.batches_of(first, attn, alone.get("sharded")):
                 self_check.attend(
-                    impl, layer, attn, kv_cache, first, batch, pad, not impl.is_cross, many
-                )
+                    impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross,
+                    new_pads=new_pads, many=many, **alone,
+                )  # fmt: skip
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

@@ -47,8 +47,8 @@ class StepMetrics:
     followed by the next one without `ran` was replayed whole.
     """
 
-    def __init__(self, config: policy.Config) -> None:
-        self._config = config
+    def __init__(self, config: policy.Config, shards: int = 1) -> None:
+        self._config, self._shards = config, shards
         self._mode: str | None = None
         self._pending = False
         self._decode_steps = 0
@@ -86,7 +86,8 @@ class StepMetrics:
             return  # the host knows no lengths
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         query_lens = [end - start for start, end in itertools.pairwise(starts)]
-        seq_lens = bounds[: batch.num_reqs].tolist()
+        # Of each, this rank has its share.
+        seq_lens = [-(-n // self._shards) for n in bounds[: batch.num_reqs].tolist()]
         for splits in estimate_splits(query_lens, seq_lens, self._config):
             counters.observe("kv_splits", splits)
 

@@ -245,6 +245,10 @@ class PagedAttention:
             tiles = policy.max_prefill_tiles(num_tokens, num_reqs, cfg.prefill_block_q)
         self._generation += 1
         options: dict[str, Any] = {**cfg.piece_constants}
+        # The Gluon kernels are causal.
+        gluon = causal is True and block_table is not None
+        few = gluon and cfg.decodes_few(num_reqs)
+        beside = gluon and cfg.side_by_side and has_decode and tiles > 0
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
@@ -254,7 +258,8 @@ class PagedAttention:
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
                 item_overhead=cfg.item_overhead, window=cfg.window,
-                most_workers=policy.most_workers(num_reqs, cfg), beside=cfg.beside,
+                most_workers=cfg.num_sms if few else cfg.num_workers,
+                beside=cfg.beside if beside else (0, 0),
                 **options,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
@@ -269,8 +274,8 @@ class PagedAttention:
             max_prefill_tiles=tiles,
             has_decode=has_decode and num_reqs > 0,
             causal=causal,
-            decodes_few=cfg.decodes_few(num_reqs),
-            side_by_side=cfg.side_by_side and has_decode and tiles > 0 and num_reqs > 0,
+            decodes_few=few,
+            side_by_side=beside and num_reqs > 0,
         )
         return self._plan
 

@@ -330,7 +330,16 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "dcp", "decode context parallelism", lambda r: r.use_dcp, "DCP not supported",
-        targets=("FLASHINFER", "FLASH_ATTN"),
+        native=True, targets=("FLASHINFER", "FLASH_ATTN"),
+    ),
+    Capability(
+        "dcp_places", "decode context parallelism with a sliding window, ALiBi, a shared KV cache "
+        "or cross attention",
+        lambda r: r.use_dcp and bool(
+            r.has_sliding_window or r.alibi or r.shares_kv or r.attn_type == "encoder_decoder"
+        ),
+        "DCP with a sliding window, ALiBi, a shared KV cache or cross attention not supported",
+        targets=(), note="FLASHINFER and FLASH_ATTN count a window in the keys of one rank",
     ),
     Capability(
         "pcp", "prefill context parallelism", lambda r: r.use_pcp, "PCP not supported", targets=(),

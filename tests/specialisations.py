@@ -19,6 +19,7 @@ LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
+    "ranks": 1,  # that share every sequence's keys
 }  # fmt: skip
 QUERY_LENS = [
     [1], [1, 1], [1] * 7, [2], [3, 1], [15], [16], [16] * 3, [17], [18, 1], [31], [64], [33, 1, 5],
@@ -29,6 +30,7 @@ QUERY_LENS = [
 def make_layer(spec: dict, device: torch.device):
     """A layer, its PagedAttention in a stand-in for a builder, and its cache."""
     from tilewise import PagedAttention
+    from tilewise.integration.context_parallel import Alone, ShardedAttention, Shards
     from tilewise.integration.impl import TilewiseImpl
 
     (q, kv), size, page = spec["heads"], spec["head_size"], spec["page"]
@@ -42,7 +44,7 @@ def make_layer(spec: dict, device: torch.device):
     if impl.alibi_slopes is not None:
         impl.alibi_slopes = impl.alibi_slopes.to(device)
     attn = PagedAttention(
-        q, kv, size, page_size=page, dtype=dtype, max_num_reqs=spec["max_num_reqs"],
+        q * spec["ranks"], kv, size, page_size=page, dtype=dtype, max_num_reqs=spec["max_num_reqs"],
         max_num_tokens=spec["max_num_tokens"], device=device, window=spec["window"],
         kv_dtype=impl.kv_dtype,
     )  # fmt: skip
@@ -51,7 +53,11 @@ def make_layer(spec: dict, device: torch.device):
     cache = cache.transpose(1, 2) if spec["layout"] == "nhd" else cache
     scales = [torch.ones(spec["scales"], dtype=torch.float32, device=device) for _ in range(2)]
     layer = SimpleNamespace(impl=impl, _k_scale=scales[0], _v_scale=scales[1])
-    return SimpleNamespace(attn=attn, is_warm=False), layer, cache
+    sharded = None
+    if spec["ranks"] > 1:
+        shards = Shards(spec["ranks"], 1, 4)
+        sharded = ShardedAttention(shards, Alone(shards), attn)
+    return SimpleNamespace(attn=attn, sharded=sharded, is_warm=False), layer, cache
 
 
 def rows_of(spec: dict, tokens: int, device: torch.device, gate: int):
@@ -90,13 +96,15 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
         lengths.clamp_(max=width * spec["page"])
         table = torch.zeros(offset + reqs, width + offset, **ints)[offset:]
         slots = torch.full((offset + tokens,), -1, dtype=torch.int64, device=device)[offset:]
-        plan = attn.plan(
+        planner = attn if builder.sharded is None else builder.sharded
+        plan = planner.plan(
             starts, lengths, table, num_tokens=tokens, max_query_len=max(query_lens),
             has_decode=min(query_lens) <= 16,
         )  # fmt: skip
+        sharded = None if builder.sharded is None else plan
         metadata = TilewiseMetadata(
             tokens, reqs, max(query_lens), int(lengths.max()), starts, lengths, table, slots, attn,
-            plan,
+            plan if sharded is None else sharded.plan, sharded=sharded,
         )  # fmt: skip
         for query, key, value in rows_of(spec, tokens, device, gate):
             output = torch.empty(tokens, query.shape[1] * query.shape[2], dtype=query.dtype,

@@ -44,13 +44,20 @@ ACCEPTED = {
     "cross": {"attn_type": "encoder_decoder"},
     "invariant": {"use_batch_invariant": True},
     "blackwell": {"capability": [10, 0]},
+    "dcp": {"use_dcp": True},
+    "dcp_d96": {"use_dcp": True, "head_size": 96},
+    "dcp_sinks": {"use_dcp": True, "has_sink": True},
+    "dcp_adaptive": {"use_dcp": True, "use_adaptive_verification": True},
+    "dcp_pages_of_48": {"use_dcp": True, "block_size": 48},
 }
 
 # Case, who takes it, and the reason that tilewise gives.
 FALLBACK = {
     # A feature of ours is still asked of whoever takes the layer for another one.
-    "sinks_dcp_with_xqa": ({"has_sink": True, "use_dcp": True, "xqa": True}, "FLASHINFER", "DCP"),
-    "sinks_dcp_offline": ({"has_sink": True, "use_dcp": True}, "FLASH_ATTN", "DCP not supported"),
+    "sinks_d512_with_xqa": (
+        {"has_sink": True, "head_size": 512, "xqa": True}, "FLASHINFER", "(512; tilewise",
+    ),
+    "sinks_d8_offline": ({"has_sink": True, "head_size": 8}, "FLASH_ATTN", "(8; tilewise"),
     "int8_kv": ({"kv_cache_dtype": "int8_per_token_head"}, "TRITON_ATTN", "supported (int8"),
     "turboquant": ({"kv_cache_dtype": "turboquant_k8v4"}, "TURBOQUANT", "supported (turboq"),
     "mm_prefix": ({"use_mm_prefix": True}, "TRITON_ATTN", "partial multimodal token full"),
@@ -63,17 +70,12 @@ FALLBACK = {
         "FLASH_ATTN_MLA_SPARSE",
         "sparse not supported",
     ),
-    "dcp": ({"use_dcp": True}, "FLASHINFER", "DCP not supported"),
-    "dcp_d96": ({"use_dcp": True, "head_size": 96}, "FLASH_ATTN", "DCP not supported"),
     "rswa": ({"use_rswa": True}, "TRITON_ATTN", "R-SWA not supported"),
     "turing": ({"capability": [7, 5]}, "TRITON_ATTN", "capability not supported ((7, 5);"),
     "d8": ({"head_size": 8}, "FLASH_ATTN", "(8; tilewise computes multiples of 8"),
     "d84": ({"head_size": 84}, "TRITON_ATTN", "head_size not supported (84;"),
     "d320": ({"head_size": 320}, "TRITON_ATTN", "head_size not supported (320;"),
     "d512": ({"head_size": 512}, "FLASHINFER", "head_size not supported (512;"),
-    "dcp_window": ({"use_dcp": True, "has_sliding_window": True}, "FLASHINFER", "DCP not"),
-    "dcp_adaptive": ({"use_dcp": True, "use_adaptive_verification": True}, "FLASH_ATTN", "DCP"),
-    "dcp_pages_of_48": ({"use_dcp": True, "block_size": 48}, "FLASHINFER", "DCP not supported"),
 }  # fmt: skip
 
 NOBODY = {
@@ -82,7 +84,8 @@ NOBODY = {
     "pcp": ({"use_pcp": True}, "PCP not supported"),
     "pages_of_8": ({"block_size": 8}, "block_size not supported (8;"),
     "turing_with_fp8": ({"capability": [7, 5], "kv_cache_dtype": "fp8_e5m2", "use_dcp": True},
-        "DCP not supported"),
+        "capability not supported ((7, 5);"),
+    "dcp_window": ({"use_dcp": True, "has_sliding_window": True}, "DCP with a sliding window"),
     "sinks_dcp_d84": ({"has_sink": True, "use_dcp": True, "head_size": 84}, "(84;"),
 }  # fmt: skip
 

@@ -52,13 +52,17 @@ EXAMPLES = {
     "old_gpu": {"device_capability": (7, 5)},
     "batch_invariant": {"use_batch_invariant": True},
     "dcp": {"use_dcp": True},
+    "dcp_places": {"use_dcp": True, "has_sliding_window": True},
     "pcp": {"use_pcp": True},
     "mla": {"use_mla": True},
     "sparse": {"use_sparse": True},
 }  # fmt: skip
 
 # Rows of a combination, and those of what it combines.
-BESIDES = {"alibi_not_causal": {"alibi", "attn_type"}}
+BESIDES = {
+    "alibi_not_causal": {"alibi", "attn_type"},
+    "dcp_places": {"dcp", "sliding_window"},
+}
 
 SHOWN = {key: example for key, example in EXAMPLES.items() if example is not None}
 LATE = {

@@ -5,6 +5,7 @@ of its CPU build. This package supplies both, for tests:
 
 * ``platform``: a CPU platform that lets ``TILEWISE`` and ``CUSTOM`` be selected,
 * ``op_shims``: the few C++ operators the engine calls, written with torch,
+* ``triton_shims``: an attribute of compiled kernels that vLLM reads off interpreted ones,
 * ``tilewise.kernels.interpreter`` is installed here: it corrects bfloat16 arithmetic.
 
 Environment
@@ -41,6 +42,9 @@ def prepare_process() -> None:
         from tilewise.kernels import interpreter
 
         interpreter.install()
+        from tilewise_cpu_platform import triton_shims
+
+        triton_shims.install()
     if is_enabled():
         from tilewise_cpu_platform import op_shims
 

@@ -92,7 +92,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         if speculative is not None:
             self.num_draft_tokens = speculative.num_speculative_tokens or 0
         self.decode_query_len = 1 + self.num_draft_tokens
-        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config)
+        # vLLM's builders of some layer classes (chunked local attention), derived from this one,
+        # rewrite batches in `build` and are never in a full graph.
+        support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
+        self.is_captured = support is not AttentionCGSupport.NEVER
+        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config) if self.is_captured else 0
         # Whether `start_up` has launched every kernel; a vLLM that binds caches in another way
         # leaves that to the first batch.
         self.is_warm = False
@@ -107,6 +111,13 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         self.is_encoder = _is_encoder(kv_cache_spec, impls)
         self.is_cross = any(impl.is_cross for impl in impls.values())
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
+        # Graphs may be captured for more requests than are ever scheduled.
+        max_num_tokens = max(scheduler.max_num_batched_tokens, self._largest_graph())
+        max_num_reqs = most_requests(
+            max(scheduler.max_num_seqs, self._largest_graph()),
+            max_num_tokens,
+            getattr(kv_cache_spec, "attention_chunk_size", None),
+        )
         made = [
             PagedAttention(
                 num_q_heads,
@@ -116,9 +127,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 page_size=PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
-                # Graphs may be captured for more requests than are ever scheduled.
-                max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
-                max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
+                max_num_reqs=max_num_reqs,
+                max_num_tokens=max_num_tokens,
                 device=device,
                 decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
                 window=window,
@@ -190,7 +200,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         batch = common_attn_metadata
         _refuse_unsupported(common_prefix_len)
         # Drafts are trimmed on the device, so the host's longest query may understate them.
-        max_query_len = max(batch.max_query_len, self.decode_query_len)
+        # Of rewritten batches it is numpy's.
+        max_query_len = int(max(batch.max_query_len, self.decode_query_len))
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             return self._plan(batch, max(max_query_len, batch.num_actual_tokens), True)
         if not self.is_warm and batch.num_actual_tokens > DECODE_MAX_QUERY_LEN:
@@ -217,7 +228,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             The batch with its plan.
         """
         batch = common_attn_metadata
-        if self.is_encoder or self.is_cross:
+        if self.is_encoder or self.is_cross or not self.is_captured:
             # vLLM's builders of such layers, derived from this one, change the batch in `build`.
             return self.build(0, batch)
         # V1 gives dummy requests as many keys as the batch has tokens, which may be more than a
@@ -277,6 +288,22 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             }
             or None,
         )
+
+
+def most_requests(num_reqs: int, num_tokens: int, chunk: int | None) -> int:
+    """Bound on the requests of a batch, as it arrives at the kernels.
+
+    Parameters
+    ----------
+    num_reqs, num_tokens : int
+        Bounds on what is scheduled.
+    chunk : int, optional
+        Tokens of a chunk where attention is local to chunks: vLLM cuts a request at every multiple,
+        and each part with a query token, or an empty request, is a request of its own.
+    """
+    if chunk is None:
+        return num_reqs
+    return min(2 * num_reqs + num_tokens // chunk, num_reqs + num_tokens)
 
 
 def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, TilewiseImpl]:

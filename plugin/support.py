@@ -161,10 +161,12 @@ def _kv_row(key: str, label: str, *targets: str, native: bool = False) -> Capabi
     )  # fmt: skip
 
 
-def _kind_row(key: str, kind: str, label: str, *targets: str, note: str = "") -> Capability:
+def _kind_row(
+    key: str, kind: str, label: str, *targets: str, native: bool = False, note: str = ""
+) -> Capability:
     """Row of one of vLLM's layer classes that rewrite a backend's batches."""
     return Capability(
-        key, label, lambda r: r.layer_kind == kind, targets=targets, note=note,
+        key, label, lambda r: r.layer_kind == kind, native=native, targets=targets, note=note,
         reason=f"layers of class {kind} not supported",
     )  # fmt: skip
 
@@ -238,7 +240,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     _kind_row(
         "chunked_local", "ChunkedLocalAttention", "chunked local attention (Llama 4)",
-        *_FLASH_OR_TRITON,
+        *_FLASH_OR_TRITON, native=True, note="never in a full CUDA graph: vLLM rules it out",
     ),
     _kind_row(
         "prefix_lm", "PrefillPrefixLMAttention", "prefix language models", *_FLASH_OR_TRITON,

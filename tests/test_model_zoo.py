@@ -1,8 +1,9 @@
 """Real architectures of vLLM's model zoo through its engine: every layer ours, tokens equal.
 
 Llama 3, Qwen 3 (norms of queries and keys), Phi 3 (heads of 96), Gemma 2 (window, soft cap),
-Gemma 3 (five windows to one), gpt-oss (sinks, window), Granite 4 (Mamba 2 beside
-attention, pages of 144 tokens) and BLOOM (ALiBi), small but for what attention sees.
+Gemma 3 (five windows to one), gpt-oss (sinks, window), Llama 4 (chunked local attention),
+Granite 4 (Mamba 2 beside attention, pages of 144 tokens) and BLOOM (ALiBi), small but for what
+attention sees.
 """
 
 from __future__ import annotations

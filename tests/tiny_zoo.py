@@ -102,6 +102,16 @@ ZOO = {
         },
         (WINDOW, None), sinks=True,
     ),
+    # Attention local to chunks, and a layer that sees all without rotation; no experts here.
+    "llama4": Shape(
+        "Llama4TextConfig",
+        DECODER | {
+            "head_dim": 64, "intermediate_size_mlp": 256, "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "moe_layers": [],
+            "interleave_moe_layer_step": 8, "num_local_experts": 4,
+        },
+        (None, None, None), block_size=16, page_size=16,
+    ),
     # States beside attention: one pool of pages for both, whose size no power of two divides.
     "granite_hybrid": Shape(
         "GraniteMoeHybridConfig",

@@ -24,12 +24,14 @@ from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
-# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.
+# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
+# are of the prefill kernel only.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
     "alibi": ("slopes_ptr", "*fp32"),
     "flags": ("causal_ptr", "*i32"),
+    "spans": ("spans_ptr", "*i32"),
 }
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -118,9 +120,14 @@ def _attention_signature(
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
-    optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
+    known = {f: v for f, v in FEATURES.items() if kernel == "prefill" or f != "spans"}
+    optional = {name: kind for feature, (name, kind) in known.items() if feature in features}
     optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
-    off = [n for n in (*(n for n, _ in FEATURES.values()), *scales) if n not in optional]
+    off = [n for n in (*(n for n, _ in known.values()), *scales) if n not in optional]
+    if "spans_ptr" in optional:
+        optional["num_spans"] = "i32"
+    elif kernel == "prefill":
+        off.append("num_spans")
     tail = {"scale_log2": "fp32"} | dict.fromkeys(off, "constexpr") | optional
     tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
@@ -134,7 +141,7 @@ def _attention_signature(
         constants |= {"V_PAIRS": pairs}
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
-        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0}
+        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0, "SPANS_IN_WINDOW": False}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -226,6 +233,8 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
+        "spans_ptr": "constexpr",
+        "num_spans": "constexpr",
         "num_reqs": "i32",
         "max_tiles": "i32",
     }
@@ -238,6 +247,7 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
+        "spans_ptr": None, "num_spans": None,
     } | _pieces(config)  # fmt: skip
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 

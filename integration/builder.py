@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
@@ -25,6 +25,7 @@ from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration import start_up
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.spans import graph_support, has_spans, spans_of
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 from tilewise.support import PAGE_SIZE_MULTIPLE
@@ -54,6 +55,9 @@ class TilewiseMetadata:
     attn: PagedAttention
     plan: Plan
     causal: bool | torch.Tensor = True
+    # Bidirectional spans, where a query of the batch is in one; under vLLM's name, since models
+    # take them off for some of their layers.
+    mm_prefix_range_tensor: torch.Tensor | None = None
     steps: StepMetrics | None = None
     # Of encoders, whose layers may have other windows than the first: theirs.
     others: dict[int | None, tuple[PagedAttention, Plan]] | None = None
@@ -75,8 +79,21 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
     - any other batch is planned from the lengths the host knows.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """Return which batches may be in a full graph: all, but for models with images in prompts.
+
+        Parameters
+        ----------
+        vllm_config : VllmConfig
+        kv_cache_spec : AttentionSpec
+            Of one group; unused.
+        """
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        ours = (x for x in layers.values() if isinstance(getattr(x, "impl", None), TilewiseImpl))
+        return graph_support(vllm_config, ours)
 
     def __init__(
         self,
@@ -96,7 +113,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         # rewrite batches in `build` and are never in a full graph.
         support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
         self.is_captured = support is not AttentionCGSupport.NEVER
-        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config) if self.is_captured else 0
+        mixed = support is AttentionCGSupport.ALWAYS
+        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config) if mixed else 0
+        self._has_spans = has_spans(vllm_config)
         # Whether `start_up` has launched every kernel; a vLLM that binds caches in another way
         # leaves that to the first batch.
         self.is_warm = False
@@ -251,11 +270,18 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         lengths = starts[1:] - starts[:-1]
         return bool(((lengths > 0) & (lengths <= DECODE_MAX_QUERY_LEN)).any())
 
+    def _spans(self, batch: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Bidirectional spans of a step that may not be replayed from a graph without them."""
+        if not self._has_spans or (batch.max_query_len <= 1 and self.is_captured):
+            return None
+        return spans_of(batch, self.attn.device)
+
     def _plan(
         self, batch: CommonAttentionMetadata, max_query_len: int, has_decode: bool
     ) -> TilewiseMetadata:
         """Run the plan kernel for ``batch`` and wrap its result."""
         started = time.perf_counter()
+        spans = self._spans(batch)
         plan, *others = (
             attn.plan(
                 batch.query_start_loc,
@@ -265,6 +291,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 max_query_len=max_query_len,
                 has_decode=has_decode,
                 causal=batch.causal,
+                spans=spans,
             )
             for attn in (self.attn, *self._others)
         )
@@ -282,6 +309,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             attn=self.attn,
             plan=plan,
             causal=batch.causal,
+            mm_prefix_range_tensor=spans,
             steps=self.steps,
             others={
                 attn.window: (attn, made) for attn, made in zip(self._others, others, strict=True)

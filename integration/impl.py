@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from tilewise import counters, support
 from tilewise.device import fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
+from tilewise.integration.spans import mode_of
 from tilewise.kernels.cache_write import write_kv_cache
 
 if TYPE_CHECKING:
@@ -253,6 +254,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             query, kv, scale=self.scale, out=output, plan=plan,
             sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
             alibi_sqrt=self.alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
+            spans=mode_of(layer, attn_metadata),
         )  # fmt: skip
         return output
 

@@ -10,6 +10,7 @@ then compared with that of the keys and values that the cache holds, as closely 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import triton
 
 from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
+from tilewise.integration.spans import is_clamped
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
@@ -198,6 +200,7 @@ def attend(
     batch: list[tuple[int, int]],
     row_pad: int = 0,
     causal: bool = True,
+    spans: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
@@ -221,7 +224,7 @@ def attend(
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
     plan = attn.plan(
         query_start_loc, seq_lens, table, num_tokens=starts[-1], max_query_len=max(query_lens),
-        causal=causal,
+        causal=causal, spans=spans,
     )  # fmt: skip
     metadata = TilewiseMetadata(
         num_actual_tokens=starts[-1],
@@ -234,6 +237,7 @@ def attend(
         slot_mapping=sequence.slots[: starts[-1]],
         attn=attn,
         plan=plan,
+        mm_prefix_range_tensor=spans,
     )
     shape = (starts[-1], impl.num_heads, impl.head_size)
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
@@ -241,10 +245,23 @@ def attend(
     return query, output
 
 
+def make_spans(batch: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """One bidirectional span ``[requests, 1, 2]`` for each request, with half of its queries."""
+    rows = [[[length - tokens, length - tokens // 2 - 1]] for tokens, length in batch]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
 def reference(
-    impl: TilewiseImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    impl: TilewiseImpl,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: tuple[int, int] | None = None,
+    clamped: bool = False,
 ) -> torch.Tensor:
     """What queries, the last tokens of all these keys, should give; fp64.
+
+    ``span`` is bidirectional; where ``clamped``, a window hides what is left of it in the span too.
 
     Without matrix products and softmax: vLLM replaces torch's in its batch-invariant mode, by some
     that know no fp64.
@@ -270,6 +287,13 @@ def reference(
     hidden = distance < 0
     if impl.window is not None:
         hidden = hidden | (distance >= impl.window)
+    if span is not None and span[0] < span[1]:
+        place = torch.arange(length, device=query.device)
+        inside = (span[0] <= place) & (place <= span[1])
+        together = inside[last][:, None, None] & inside
+        if clamped and impl.window is not None:
+            together = together & (distance < impl.window)
+        hidden = hidden & ~together
     logits = logits.masked_fill(hidden, float("-inf"))
     if impl.sinks is not None:
         sinks = impl.sinks.double()[None, :, None].expand(tokens, heads, 1)
@@ -309,16 +333,27 @@ def check(impl: TilewiseImpl, layer: Any, attn: PagedAttention, kv_cache: torch.
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
-        for batch in sequence.batches:
-            query, output = attend(impl, layer, attn, kv_cache, sequence, batch)
+        kinds = (False, True) if has_spans(impl, layer) else (False,)
+        for batch, spanned in itertools.product(sequence.batches, kinds):
+            spans = make_spans(batch, attn.device) if spanned else None
+            query, output = attend(impl, layer, attn, kv_cache, sequence, batch, spans=spans)
             begin = 0
-            for tokens, length in batch:
+            for r, (tokens, length) in enumerate(batch):
                 rows = slice(begin, begin + tokens)
-                expected = reference(impl, query[rows], key[:length], value[:length])
+                span = None if spans is None else tuple(spans[r, 0].tolist())
+                keys, values = key[:length], value[:length]
+                expected = reference(impl, query[rows], keys, values, span, is_clamped(layer))
                 error = float((output[rows].double() - expected).abs().max())
-                kernel = "decode" if tokens <= DECODE_MAX_QUERY_LEN else "prefill"
+                decoded = tokens <= DECODE_MAX_QUERY_LEN and not (span and span[0] < span[1])
+                kernel = "decode" if decoded else "prefill"
                 _compare(kernel, error, bound, attn, kv_cache)
                 begin += tokens
+
+
+def has_spans(impl: TilewiseImpl, layer: Any) -> bool:
+    """Whether a layer's prompts may hold bidirectional spans."""
+    spanned = bool(getattr(layer, "use_mm_prefix", False)) and impl.attn_type == "decoder"
+    return spanned and impl.alibi_slopes is None
 
 
 def _written_errors(

@@ -20,6 +20,7 @@ from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import self_check
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.spans import is_clamped
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
     return (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
+        self_check.has_spans(impl, layer), is_clamped(layer),
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales,
     )  # fmt: skip
@@ -165,6 +167,9 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                 self_check.attend(
                     impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross
                 )
+                if self_check.has_spans(impl, layer):
+                    spans = self_check.make_spans(batch, attn.device)
+                    self_check.attend(impl, layer, attn, kv_cache, first, batch, pad, spans=spans)
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

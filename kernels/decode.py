@@ -250,7 +250,7 @@ def _decode_kernel(
                 lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
                 acc, acc_odd, m_i, l_i = attend(
                     acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
-                    lo, inside, pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+                    lo, inside, pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -259,7 +259,7 @@ def _decode_kernel(
             split = tl.minimum(tl.maximum(full, lo), hi)
             acc, acc_odd, m_i, l_i = attend(
                 acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
-                pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+                pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
                 WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -269,7 +269,7 @@ def _decode_kernel(
             split = lo
         acc, acc_odd, m_i, l_i = attend(
             acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
-            pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+            pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,

@@ -24,14 +24,16 @@ from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SPANS = ("whole", "windowed", "off")
 
 
 @dataclass(frozen=True)
 class Plan:
     """One batch, planned.  Valid until the next ``plan()`` of the object that made it.
 
-    ``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` (where it is a tensor) are the
-    caller's own tensors: whoever replays a captured graph refreshes them in place and plans again.
+    ``query_start_loc``, ``seq_lens``, ``block_table``, ``spans`` and ``causal`` (where it is a
+    tensor) are the caller's own: whoever replays a captured graph refreshes them in place and plans
+    again.
     Without a ``block_table`` keys are the batch's own rows, and ``seq_lens`` is the object's.
     """
 
@@ -45,6 +47,7 @@ class Plan:
     max_prefill_tiles: int
     has_decode: bool
     causal: bool | torch.Tensor = True
+    spans: torch.Tensor | None = None
 
 
 class PagedAttention:
@@ -158,7 +161,7 @@ class PagedAttention:
     def _allocate(self) -> None:
         cfg, workers = self.config, self.config.num_workers
         tiles = policy.max_prefill_tiles(
-            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q
+            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q, spans=True
         )
 
         def ints(n: int) -> torch.Tensor:
@@ -192,6 +195,7 @@ class PagedAttention:
         max_query_len: int,
         has_decode: bool = True,
         causal: bool | torch.Tensor = True,
+        spans: torch.Tensor | None = None,
     ) -> Plan:
         """Turn the batch's device lengths into tiles and splits; no host sync.
 
@@ -218,6 +222,12 @@ class PagedAttention:
         causal : bool or Tensor[num_reqs], int32
             Whether queries see no key past their own.  A tensor says so for each request (0: they
             see every key); it is read when layers run.
+        spans : Tensor[num_reqs, num_spans, 2], int32, optional
+            First and last position, from the sequence's start, of spans that are bidirectional
+            inside a causal sequence (images among text): their queries see all keys of their span.
+            Those of a request must not overlap; where the last is not beyond the first, there is
+            none.  Keys past ``seq_lens`` are not seen.  Requests with queries in a span take the
+            prefill kernel, however short.  Pass None where no query of the batch is in one.
 
         Returns
         -------
@@ -237,10 +247,13 @@ class PagedAttention:
         num_reqs = seq_lens.shape[0]
         self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
         self._check_causal(causal, num_reqs)
+        self._check_spans(spans, causal, num_reqs)
         cfg = self.config
         tiles = 0
-        if max_query_len > policy.DECODE_MAX_QUERY_LEN:
-            tiles = policy.max_prefill_tiles(num_tokens, num_reqs, cfg.prefill_block_q)
+        if max_query_len > policy.DECODE_MAX_QUERY_LEN or spans is not None:
+            tiles = policy.max_prefill_tiles(
+                num_tokens, num_reqs, cfg.prefill_block_q, spans is not None
+            )
         self._generation += 1
         if num_reqs:
             plan_on_device(
@@ -250,7 +263,8 @@ class PagedAttention:
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
-                item_overhead=cfg.item_overhead, window=cfg.window, **cfg.piece_constants,
+                item_overhead=cfg.item_overhead, window=cfg.window, spans=spans,
+                **cfg.piece_constants,
             )  # fmt: skip
             counters.add("launches", kernel="plan")
         self._plan = Plan(
@@ -264,6 +278,7 @@ class PagedAttention:
             max_prefill_tiles=tiles,
             has_decode=has_decode and num_reqs > 0,
             causal=causal,
+            spans=spans,
         )
         return self._plan
 
@@ -282,6 +297,7 @@ class PagedAttention:
         alibi_sqrt: bool = False,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        spans: str = "whole",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with one layer's queries and cache.
 
@@ -314,6 +330,10 @@ class PagedAttention:
         k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
             What an fp8 cache's keys and values are multiplied with, positive; read on the device
             when the kernels run.  None for 1.
+        spans : str
+            What this layer makes of the plan's spans, if there are any: ``"whole"``, queries see
+            all keys of their span; ``"windowed"``, but for those left of the layer's window;
+            ``"off"``, it is causal throughout.
 
         Returns
         -------
@@ -339,7 +359,10 @@ class PagedAttention:
             raise PlanMismatch(f"softcap={softcap}; accepted: 0 (off) or a positive finite number")
         self._check_per_head("sinks", sinks)
         self._check_per_head("alibi_slopes", alibi_slopes)
-        if alibi_slopes is not None and plan.causal is not True:
+        if spans not in _SPANS:
+            raise PlanMismatch(f"spans={spans!r}; accepted: {', '.join(map(repr, _SPANS))}")
+        spanned = plan.spans is not None and spans != "off"
+        if alibi_slopes is not None and (plan.causal is not True or spanned):
             raise PlanMismatch("alibi_slopes with a plan that is not causal; accepted: None")
         alibi_sqrt = alibi_sqrt and alibi_slopes is not None
         logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
@@ -351,7 +374,7 @@ class PagedAttention:
         if plan.has_decode:
             self._run_decode(plan, out, lse, q, kv, logits, use_tma)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, out, lse, q, kv, logits, use_tma)
+            self._run_prefill(plan, out, lse, q, kv, logits, use_tma, spans)
         return (out, lse) if lse is not None else out
 
     def _run_decode(
@@ -385,13 +408,15 @@ class PagedAttention:
         kv: KvCache,
         logits: Logits,
         use_tma: bool,
+        spans: str,
     ) -> None:
         cfg = self.config
         batch: tuple[Any, ...] = (
             plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip
-        plain = logits.shaped or plan.causal is not True
+        heeded = None if spans == "off" else plan.spans
+        plain = logits.shaped or plan.causal is not True or heeded is not None
         if cfg.hopper_prefill and use_tma and not plain and _aligned_rows(q, out):
             # Imported late: other devices, and Triton's interpreter, need no Gluon.
             from tilewise.kernels.hopper_prefill import hopper_prefill_attention
@@ -406,7 +431,8 @@ class PagedAttention:
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
-            causal=plan.causal, block_q=cfg.prefill_block_q, block_m=t.block_m,
+            causal=plan.causal, spans=heeded, spans_in_window=spans == "windowed",
+            block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
@@ -464,6 +490,26 @@ class PagedAttention:
             raise PlanMismatch(
                 f"causal is {causal.dtype} {tuple(causal.shape)} on {causal.device}; accepted: "
                 f"True, False or contiguous torch.int32 ({num_reqs},) on {self.device}"
+            )
+
+    def _check_spans(
+        self, spans: torch.Tensor | None, causal: bool | torch.Tensor, num_reqs: int
+    ) -> None:
+        if spans is None:
+            return
+        if causal is not True:
+            raise PlanMismatch("spans of a batch that is not causal; accepted: None")
+        fits = spans.dim() == 3 and spans.shape[0] == num_reqs and spans.shape[2] == 2
+        if (
+            not fits
+            or spans.shape[1] < 1
+            or spans.dtype != torch.int32
+            or spans.device != self.device
+            or not spans.is_contiguous()
+        ):
+            raise PlanMismatch(
+                f"spans is {spans.dtype} {tuple(spans.shape)} on {spans.device}; accepted: "
+                f"contiguous torch.int32 ({num_reqs}, 1 or more, 2) on {self.device}"
             )
 
     def _check_batch(

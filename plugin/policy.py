@@ -493,9 +493,12 @@ def owner(unit: int, total: int, active: int) -> int:
     return ((unit + 1) * active - 1) // total
 
 
-def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
-    """Bound on the prefill tiles of any batch of ``num_tokens`` in ``num_reqs`` requests."""
-    prefills = min(num_reqs, num_tokens // (DECODE_MAX_QUERY_LEN + 1))
+def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int, spans: bool = False) -> int:
+    """Bound on the prefill tiles of any batch of ``num_tokens`` in ``num_reqs`` requests.
+
+    With ``spans`` requests of any length may be prefills.
+    """
+    prefills = min(num_reqs, num_tokens // (1 if spans else DECODE_MAX_QUERY_LEN + 1))
     return cdiv(num_tokens, block_q) + prefills if prefills else 0
 
 
@@ -510,13 +513,20 @@ class BatchPlan:
     worker_record: tuple[tuple[int, ...], ...]
 
 
-def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Config) -> BatchPlan:
+def plan_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    config: Config,
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> BatchPlan:
     """The rule by which lengths become tiles and splits, on host integers.
 
     Parameters
     ----------
     query_lens, seq_lens : sequence of int, one per request
         New tokens, and context plus new tokens.  A request of no tokens gets no work.
+    spans : sequence of sequences of (int, int), one per request, optional
+        First and last position of bidirectional spans; a request with queries in one is a prefill.
 
     Returns
     -------
@@ -532,7 +542,11 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     items = 0
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         work.append(0)
-        if query_len > DECODE_MAX_QUERY_LEN:
+        meets = spans is not None and any(
+            first < last and first < seq_len and last >= seq_len - query_len
+            for first, last in spans[r]
+        )
+        if query_len > DECODE_MAX_QUERY_LEN or meets:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)

@@ -256,8 +256,14 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "mm_prefix", "bidirectional multimodal prefixes", lambda r: r.use_mm_prefix,
-        "partial multimodal token full attention not supported",
+        "partial multimodal token full attention not supported", native=True,
         targets=("TRITON_FLASH_ATTN", "TRITON_ATTN"),
+    ),
+    Capability(
+        "mm_prefix_not_causal", "multimodal prefixes in batches that are causal in part",
+        lambda r: r.use_mm_prefix and r.use_non_causal,
+        "multimodal prefixes in a layer that is not causal not supported",
+        targets=("TRITON_ATTN",),
     ),
     Capability(
         "non_causal", "non-causal decoders, and batches that are causal in part",
@@ -270,7 +276,8 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "alibi_not_causal", "ALiBi in layers that are not causal",
-        lambda r: r.alibi and (r.attn_type != "decoder" or r.use_non_causal),
+        lambda r: r.alibi
+        and (r.attn_type != "decoder" or r.use_non_causal or r.use_mm_prefix),
         "ALiBi slopes in a layer that is not causal not supported", targets=(),
         note="TRITON_ATTN ignores the slopes of encoders",
     ),

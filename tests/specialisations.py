@@ -19,6 +19,7 @@ LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
+    "images": False,
 }  # fmt: skip
 QUERY_LENS = [
     [1], [1, 1], [1] * 7, [2], [3, 1], [15], [16], [16] * 3, [17], [18, 1], [31], [64], [33, 1, 5],
@@ -50,7 +51,9 @@ def make_layer(spec: dict, device: torch.device):
     cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)
     cache = cache.transpose(1, 2) if spec["layout"] == "nhd" else cache
     scales = [torch.ones(spec["scales"], dtype=torch.float32, device=device) for _ in range(2)]
-    layer = SimpleNamespace(impl=impl, _k_scale=scales[0], _v_scale=scales[1])
+    layer = SimpleNamespace(
+        impl=impl, _k_scale=scales[0], _v_scale=scales[1], use_mm_prefix=spec["images"]
+    )
     return SimpleNamespace(attn=attn, is_warm=False), layer, cache
 
 
@@ -77,7 +80,9 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
 
     impl, attn, served = layer.impl, builder.attn, 0
     width = 3
-    for query_lens, offset, gate in itertools.product(QUERY_LENS, offsets, (0, 1)):
+    # How many images the prompt with most of them has.
+    counts = (0, 1, 3, 16) if spec["images"] else (0,)
+    for query_lens, offset, gate, count in itertools.product(QUERY_LENS, offsets, (0, 1), counts):
         tokens, reqs = sum(query_lens), len(query_lens)
         if tokens > spec["max_num_tokens"] or reqs > spec["max_num_reqs"]:
             continue
@@ -89,14 +94,16 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
         lengths[:] = torch.tensor(query_lens, **ints) + 7
         lengths.clamp_(max=width * spec["page"])
         table = torch.zeros(offset + reqs, width + offset, **ints)[offset:]
+        spans = torch.zeros(offset + reqs * count * 2, **ints)[offset:].view(reqs, count, 2)
+        spans = spans if count else None
         slots = torch.full((offset + tokens,), -1, dtype=torch.int64, device=device)[offset:]
         plan = attn.plan(
             starts, lengths, table, num_tokens=tokens, max_query_len=max(query_lens),
-            has_decode=min(query_lens) <= 16,
+            has_decode=min(query_lens) <= 16, spans=spans,
         )  # fmt: skip
         metadata = TilewiseMetadata(
             tokens, reqs, max(query_lens), int(lengths.max()), starts, lengths, table, slots, attn,
-            plan,
+            plan, mm_prefix_range_tensor=spans,
         )  # fmt: skip
         for query, key, value in rows_of(spec, tokens, device, gate):
             output = torch.empty(tokens, query.shape[1] * query.shape[2], dtype=query.dtype,

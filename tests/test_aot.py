@@ -33,10 +33,10 @@ QUICK = [
     ("decode", "fp16", 90, 128, 64),
     ("prefill", "fp16", 90, 128, 64, "twin"),
     *((k, "bf16", arch, 128, 64) for k in ("plan", "cache_write") for arch in (80, 90, 100)),
-    # What models combine: gpt-oss, Gemma 2; and everything at once.
+    # What models combine: gpt-oss, Gemma (with images among text); and everything at once.
     ("prefill", "bf16", 90, 64, 64, "window=128", "sinks"),
     ("decode", "bf16", 90, 64, 64, "window=128", "sinks"),
-    ("prefill", "bf16", 90, 256, 64, "window=4096", "softcap"),
+    ("prefill", "bf16", 90, 256, 64, "window=4096", "softcap", "spans"),
     ("decode", "bf16", 80, 128, 16, "window=300", "sinks", "softcap", "alibi", "sqrt"),
     # fp8 caches, by instruction and by arithmetic.
     *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
@@ -71,6 +71,13 @@ FULL += [
     for d in (64, 128, 256)
     for page in (16, 64)
     for features in COMBINATIONS
+]
+FULL += [
+    ("prefill", "bf16", arch, d, page, *features, "spans")
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+    for features in ((), ("window=1024",))
 ]
 FULL += [("prefill", "bf16", 90, d, 64, "twin") for d in (64, 128, 256)]
 FULL += [
@@ -124,6 +131,9 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
     if kernel != "prefill":
         return 64
+    if "spans" in features:
+        # Two more bounds a row; steps without images in them run another variant.
+        return 3 * spill_budget(arch, head_dim, kernel, features.replace("spans", "")) // 2
     if head_dim > 128 and features:
         return 1536 if arch < 90 else 448  # a wide window has three loops to carry values through
     if head_dim > 128:

@@ -99,7 +99,7 @@ def test_backend_declares_the_contract():
     assert Backend.get_preferred_block_size(16) == 64
     assert Backend.supported_kv_cache_layouts() is None
     builder = Backend.get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    assert builder.get_cudagraph_support(engine_config(), None) is AttentionCGSupport.ALWAYS
     assert builder.supports_update_block_table is False
 
 

@@ -45,6 +45,8 @@ LAYERS = {
         "head_size": 72,
         "window": 128,
     },
+    "images": {"images": True, "head_size": 256, "window": 1024},
+    "images_ampere": {"images": True, "arch": 80, "page": 16},
     # Heads of which 16 elements are no divisor: rows may be divisible, or not.
     "odd_heads_72": {"heads": [9, 3], "head_size": 72},
     "even_over_odd_72": {"heads": [10, 5], "head_size": 72},
@@ -96,7 +98,7 @@ def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["llama", "small_pages", "few_requests", "odd_heads_72", "window_sinks", "fp8",
-             "fp8_per_head_72"],
+             "fp8_per_head_72", "images"],
 )  # fmt: skip
 def test_nothing_compiles_while_serving(name, monkeypatch):
     from triton import knobs

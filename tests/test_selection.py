@@ -44,6 +44,8 @@ ACCEPTED = {
     "cross": {"attn_type": "encoder_decoder"},
     "invariant": {"use_batch_invariant": True},
     "blackwell": {"capability": [10, 0]},
+    "mm_prefix": {"use_mm_prefix": True},
+    "mm_prefix_window_d256": {"use_mm_prefix": True, "head_size": 256, "has_sliding_window": True},
 }
 
 # Case, who takes it, and the reason that tilewise gives.
@@ -53,9 +55,8 @@ FALLBACK = {
     "sinks_dcp_offline": ({"has_sink": True, "use_dcp": True}, "FLASH_ATTN", "DCP not supported"),
     "int8_kv": ({"kv_cache_dtype": "int8_per_token_head"}, "TRITON_ATTN", "supported (int8"),
     "turboquant": ({"kv_cache_dtype": "turboquant_k8v4"}, "TURBOQUANT", "supported (turboq"),
-    "mm_prefix": ({"use_mm_prefix": True}, "TRITON_ATTN", "partial multimodal token full"),
-    "mm_prefix_d256": (
-        {"use_mm_prefix": True, "head_size": 256}, "TRITON_FLASH_ATTN", "partial multimodal",
+    "mm_prefix_not_causal": (
+        {"use_mm_prefix": True, "use_non_causal": True}, "TRITON_ATTN", "multimodal prefixes in",
     ),
     "mla": ({"use_mla": True, "head_size": 576}, "FLASH_ATTN_MLA", "MLA not supported"),
     "sparse": (
@@ -94,7 +95,7 @@ OTHERS = {
     "none": ({"backend": None, "has_sink": True}, "FLASH_ATTN"),
 }
 
-SEVERAL = {"use_mm_prefix": True, "use_rswa": True, "head_size": 84}
+SEVERAL = {"use_mm_prefix": True, "use_non_causal": True, "use_rswa": True, "head_size": 84}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_other_backends_are_left_alone(answers, name):
 def test_every_reason_is_given(answers):
     assert answers["several"]["name"] == "TRITON_ATTN"
     reasons = " ".join(answers["several"]["reasons"])
-    for text in ("head_size", "multimodal token", "R-SWA"):
+    for text in ("head_size", "multimodal prefixes", "R-SWA"):
         assert text in reasons
 
 

@@ -32,6 +32,7 @@ EXAMPLES = {
     "block_pooling": {"layer_kind": "WhisperCausalAttentionWithBlockPooling"},
     "rswa": {"use_rswa": True},
     "mm_prefix": {"use_mm_prefix": True},
+    "mm_prefix_not_causal": {"use_mm_prefix": True, "use_non_causal": True},
     "non_causal": {"use_non_causal": True},
     "attn_type": {"attn_type": "encoder_only"},
     "alibi_not_causal": {"alibi": True, "attn_type": "encoder_only"},
@@ -58,7 +59,10 @@ EXAMPLES = {
 }  # fmt: skip
 
 # Rows of a combination, and those of what it combines.
-BESIDES = {"alibi_not_causal": {"alibi", "attn_type"}}
+BESIDES = {
+    "alibi_not_causal": {"alibi", "attn_type"},
+    "mm_prefix_not_causal": {"mm_prefix", "non_causal"},
+}
 
 SHOWN = {key: example for key, example in EXAMPLES.items() if example is not None}
 LATE = {

@@ -60,7 +60,7 @@ class PagedAttention:
     num_q_heads, num_kv_heads : int
         Query heads must be a multiple of KV heads (ratio 1 to 128, powers of two or not).
     head_dim : int
-        Multiple of 8 from 16 to 256.
+        Multiple of 8 from 16 to 256, or 512.
     page_size : int
         Tokens per page, a multiple of 16; 64 and 128 are read fastest on Hopper.
     dtype : torch.dtype

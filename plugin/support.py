@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HEAD_SIZES = tuple(range(16, 257, 8))
+HEAD_SIZES = (*range(16, 257, 8), 512)
 DTYPES = ("float16", "bfloat16", "float32")
 PAGE_SIZE_MULTIPLE = 16
 MIN_COMPUTE_CAPABILITY = (8, 0)
-MAX_GROUP_SIZE = 128
+MAX_GROUP_SIZE, MAX_WIDE_GROUP_SIZE = 128, 32
 
 # Backends of vLLM that may stand in for us, best first. A row names those that compute its
 # feature right; whether one fits a layer's head size, dtypes or GPU, vLLM's own check decides.
@@ -132,6 +132,11 @@ def _never(request: Request) -> bool:
     return False
 
 
+def _most_heads(request: Request) -> int:
+    """Most query heads a KV head."""
+    return MAX_WIDE_GROUP_SIZE if request.head_size > 256 else MAX_GROUP_SIZE
+
+
 def _kv(request: Request) -> str:
     return request.kv_cache_dtype or "auto"
 
@@ -174,7 +179,7 @@ def _kind_row(
 TABLE: tuple[Capability, ...] = (
     # -- what is ours --------------------------------------------------------------------------
     Capability(
-        "head_size", "head sizes 16 to 256, multiples of 8",
+        "head_size", "head sizes 16 to 256, multiples of 8, and 512",
         lambda r: r.head_size in HEAD_SIZES, native=True, targets=ORDER,
     ),
     Capability(
@@ -183,8 +188,8 @@ TABLE: tuple[Capability, ...] = (
     ),
     _kv_row("kv_same", "KV cache in the model's dtype", *ORDER, native=True),
     Capability(
-        "group_size", "1 to 128 query heads a KV head (MHA, GQA, MQA)",
-        lambda r: r.group_size <= MAX_GROUP_SIZE, native=True, targets=ORDER,
+        "group_size", "1 to 128 query heads a KV head (MHA, GQA, MQA); 1 to 32 with heads of 512",
+        lambda r: r.group_size <= _most_heads(r), native=True, targets=ORDER,
     ),
     Capability(
         "block_size", "pages of any multiple of 16 tokens",
@@ -298,7 +303,8 @@ TABLE: tuple[Capability, ...] = (
     # -- configurations ------------------------------------------------------------------------
     Capability(
         "other_head_size", "other head sizes", lambda r: r.head_size not in HEAD_SIZES,
-        "head_size not supported ({head_size}; tilewise computes multiples of 8 from 16 to 256)",
+        "head_size not supported ({head_size}; tilewise computes multiples of 8 from 16 to 256, "
+        "and 512)",
     ),
     Capability(
         "other_dtype", "other dtypes of a model", lambda r: r.dtype not in DTYPES,
@@ -317,8 +323,9 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "other_group_size", "more query heads a KV head",
-        lambda r: r.group_size > MAX_GROUP_SIZE,
-        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128)",
+        lambda r: r.group_size > _most_heads(r),
+        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128, and 1 to 32 "
+        "with heads of 512)",
         targets=_FLASH_OR_TRITON,
     ),
     Capability(

@@ -46,7 +46,8 @@ class Shape:
     sinks: bool = False
     alibi: bool = False
     block_size: int | None = None  # of the engine's options
-    page_size: int = 64  # what comes of it
+    page_size: int = 64  # what comes of it, in layers with the largest keys
+    page_sizes: tuple[int, ...] = ()  # of each layer, where they differ
     has_prefix_cache: bool = True  # unless vLLM switches it off for the family
     # Gemma multiplies embeddings by a root of their size and reads tokens off them again: drawn
     # wide, they would repeat the last token whatever attention does.
@@ -91,6 +92,16 @@ ZOO = {
             "num_hidden_layers": 6, "layer_types": kinds("s", "s", "s", "s", "s", "f"),
         },
         (*[WINDOW] * 5, None), embedding=0.05,
+    ),
+    # Heads of two sizes, those of layers that see all twice the window's.
+    "gemma4": Shape(
+        "Gemma4TextConfig",
+        DECODER | {
+            "head_dim": 256, "global_head_dim": 512, "sliding_window": WINDOW,
+            "layer_types": kinds("s", "f"), "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+        },
+        (WINDOW, None), embedding=0.05, page_sizes=(128, 64),
     ),
     "gpt_oss": Shape(
         "GptOssConfig",

@@ -32,6 +32,7 @@ FEATURES = {
     "alibi": ("slopes_ptr", "*fp32"),
     "flags": ("causal_ptr", "*i32"),
     "spans": ("spans_ptr", "*i32"),
+    "fp8_out": ("out_scale_ptr", "*fp32"),
 }
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -106,7 +107,7 @@ def kv_format(features: Sequence[str]) -> str:
 
 
 def _attention_signature(
-    kernel: str, tiles: policy.Tiles, dtype: str, features: Sequence[str]
+    kernel: str, tiles: policy.Tiles, dtype: str, arch: int, features: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
     element = "fp32" if dtype == "fp32" else dtype
     cache = "u8" if kv_format(features) else element
@@ -116,7 +117,8 @@ def _attention_signature(
         k = v = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
     if pairs:
         v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
-    head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
+    out = "u8" if "fp8_out" in features else element
+    head = {"out_ptr": f"*{out}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
@@ -136,6 +138,8 @@ def _attention_signature(
     constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    rounded = "e4m3" if arch >= 90 else "e4m3_bits"
+    constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
     constants["CAUSAL"] = not {"flags", "bidirectional"}.intersection(features)
     if kernel == "decode":
         constants |= {"V_PAIRS": pairs}
@@ -180,7 +184,7 @@ def _compile_attention(
 ) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(kernel, tiles, dtype, features)
+    head, tail, constants = _attention_signature(kernel, tiles, dtype, arch, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":

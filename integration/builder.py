@@ -116,6 +116,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         mixed = support is AttentionCGSupport.ALWAYS
         self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config) if mixed else 0
         self._has_spans = has_spans(vllm_config)
+        # Whether vLLM may hand layers an output to quantise; `start_up` compiles for it.
+        passes = getattr(vllm_config.compilation_config, "pass_config", None)
+        self.quantises_output = bool(getattr(passes, "fuse_attn_quant", False))
         # Whether `start_up` has launched every kernel; a vLLM that binds caches in another way
         # leaves that to the first batch.
         self.is_warm = False

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from tilewise.attention import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
 from tilewise.integration.spans import is_clamped
@@ -201,6 +202,7 @@ def attend(
     row_pad: int = 0,
     causal: bool = True,
     spans: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
@@ -241,7 +243,9 @@ def attend(
     )
     shape = (starts[-1], impl.num_heads, impl.head_size)
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
-    impl.forward(layer, query, None, None, kv_cache, metadata, output)
+    if output_scale is not None:
+        output = output.to(FP8_OUT)
+    impl.forward(layer, query, None, None, kv_cache, metadata, output, output_scale)
     return query, output
 
 

@@ -126,7 +126,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
     return (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
-        self_check.has_spans(impl, layer), is_clamped(layer),
+        self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales,
     )  # fmt: skip
@@ -167,6 +167,12 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                 self_check.attend(
                     impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross
                 )
+                if builder.quantises_output:
+                    scale = torch.ones(1, dtype=torch.float32, device=attn.device)
+                    self_check.attend(
+                        impl, layer, attn, kv_cache, first, batch, pad,
+                        causal=not impl.is_cross, output_scale=scale,
+                    )  # fmt: skip
                 if self_check.has_spans(impl, layer):
                     spans = self_check.make_spans(batch, attn.device)
                     self_check.attend(impl, layer, attn, kv_cache, first, batch, pad, spans=spans)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
-from tilewise.kernels.fp8 import fp16_rows
+from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.spans import own_span
@@ -39,6 +39,7 @@ def _prefill_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    out_scale_ptr,
     causal_ptr,
     spans_ptr,
     num_spans,
@@ -73,6 +74,7 @@ def _prefill_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
     LAZY: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v; grid = (prefill tiles, KV heads).
@@ -81,6 +83,8 @@ def _prefill_kernel(
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
     are rows like its queries.  ``spans_ptr`` is None where no spans are bidirectional; they go with
     ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides what lies left of it in a span too.
+
+    With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
@@ -198,6 +202,8 @@ def _prefill_kernel(
     out, lse = softmax_finish(acc, m_i, l_i)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+    if out_scale_ptr is not None:
+        out = encode_fp8(tl.div_rn(out, tl.load(out_scale_ptr)), OUT_FORMAT)
     o_rows = rows // GROUP_SIZE * stride_o_t + rows % GROUP_SIZE * stride_o_h
     o_tile_ptr = out_ptr + tile_token * stride_o_t + tile_head * stride_o_h
     o_ptrs = o_tile_ptr + (o_rows[:, None] + offs_d[None, :])
@@ -229,6 +235,8 @@ def prefill_attention(
     causal: bool | torch.Tensor,
     spans: torch.Tensor | None = None,
     spans_in_window: bool = False,
+    out_scale: torch.Tensor | None = None,
+    out_format: str = "",
     max_tiles: int,
     block_q: int,
     block_m: int,
@@ -267,6 +275,10 @@ def prefill_attention(
         causal otherwise (``tilewise.kernels.spans``).  The plan must have been made for them.
     spans_in_window : bool
         Whether a window hides keys of a span as well.
+    out_scale : Tensor[] or Tensor[1], fp32, or None
+        With one, ``out`` is uint8 and holds ``out / out_scale`` in fp8.
+    out_format : str
+        How that is rounded (``tilewise.kernels.fp8``).
     max_tiles : int
         Grid bound; programs past ``header[0]`` return at once.
     """
@@ -276,7 +288,7 @@ def prefill_attention(
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
-        *logits.arguments, kv.k_scale, kv.v_scale, flags,
+        *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
         spans, None if spans is None else spans.shape[1],
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
@@ -288,7 +300,7 @@ def prefill_attention(
         BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window, CAUSAL=causal is True,
         SPANS_IN_WINDOW=spans is not None and spans_in_window,
-        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
+        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
     )  # fmt: skip
     _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)

@@ -24,6 +24,7 @@ from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_OUT = torch.float8_e4m3fn
 _SPANS = ("whole", "windowed", "off")
 
 
@@ -128,6 +129,7 @@ class PagedAttention:
             )
         self.kv_dtype = kv_dtype
         self._fp8_format = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
+        self._out_format = fp8_format(FP8_OUT, self.device, write=True)
         geometry = policy.Geometry(
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
@@ -298,6 +300,7 @@ class PagedAttention:
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         spans: str = "whole",
+        out_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with one layer's queries and cache.
 
@@ -334,6 +337,9 @@ class PagedAttention:
             What this layer makes of the plan's spans, if there are any: ``"whole"``, queries see
             all keys of their span; ``"windowed"``, but for those left of the layer's window;
             ``"off"``, it is causal throughout.
+        out_scale : Tensor[] or Tensor[1], fp32, optional
+            Quantise the output: ``out`` is float8_e4m3fn then, and holds the result divided by
+            this positive number, at most 448 in size; read on the device when the kernels run.
 
         Returns
         -------
@@ -350,6 +356,7 @@ class PagedAttention:
         """
         self._check_device()
         plan = self._current(plan)
+        self._check_out_scale(out_scale, out)
         kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
         softcap = float(softcap)
@@ -367,14 +374,16 @@ class PagedAttention:
         alibi_sqrt = alibi_sqrt and alibi_slopes is not None
         logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
         if out is None:
-            out = torch.empty((q.shape[0], *q.shape[1:]), dtype=q.dtype, device=q.device)
+            dtype = q.dtype if out_scale is None else FP8_OUT
+            out = torch.empty((q.shape[0], *q.shape[1:]), dtype=dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        written = out if out_scale is None else out.view(torch.uint8)
         if plan.has_decode:
-            self._run_decode(plan, out, lse, q, kv, logits, use_tma)
+            self._run_decode(plan, written, lse, q, kv, logits, use_tma, out_scale)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, out, lse, q, kv, logits, use_tma, spans)
+            self._run_prefill(plan, written, lse, q, kv, logits, use_tma, spans, out_scale)
         return (out, lse) if lse is not None else out
 
     def _run_decode(
@@ -386,6 +395,7 @@ class PagedAttention:
         kv: KvCache,
         logits: Logits,
         use_tma: bool,
+        out_scale: torch.Tensor | None,
     ) -> None:
         t = self.config.decode
         decode_attention(
@@ -395,7 +405,9 @@ class PagedAttention:
             item_overhead=self.config.item_overhead, window=self.config.window, causal=plan.causal,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, **self.config.piece_constants,
+            use_tma=t.use_tma and use_tma, out_scale=out_scale,
+            out_format=self._out_format if out_scale is not None else "",
+            **self.config.piece_constants,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 
@@ -409,6 +421,7 @@ class PagedAttention:
         logits: Logits,
         use_tma: bool,
         spans: str,
+        out_scale: torch.Tensor | None,
     ) -> None:
         cfg = self.config
         batch: tuple[Any, ...] = (
@@ -416,7 +429,8 @@ class PagedAttention:
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip
         heeded = None if spans == "off" else plan.spans
-        plain = logits.shaped or plan.causal is not True or heeded is not None
+        plain = logits.shaped or plan.causal is not True
+        plain = plain or heeded is not None or out_scale is not None
         if cfg.hopper_prefill and use_tma and not plain and _aligned_rows(q, out):
             # Imported late: other devices, and Triton's interpreter, need no Gluon.
             from tilewise.kernels.hopper_prefill import hopper_prefill_attention
@@ -432,6 +446,7 @@ class PagedAttention:
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
             causal=plan.causal, spans=heeded, spans_in_window=spans == "windowed",
+            out_scale=out_scale, out_format=self._out_format if out_scale is not None else "",
             block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
@@ -650,7 +665,8 @@ class PagedAttention:
                 f"{name} has strides {x.stride()}; accepted: {tokens} tokens of {g.group_size} "
                 f"heads within 2**31 elements, these span {reach}"
             )
-        self._check_dtype(name, x)
+        if name != "out" or x.dtype != FP8_OUT:
+            self._check_dtype(name, x)
 
     def _check_cache(
         self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
@@ -699,6 +715,22 @@ class PagedAttention:
             raise PlanMismatch(
                 f"{name} is {x.dtype} on {x.device}; accepted: {_names(SUPPORTED_DTYPES)} "
                 f"on {self.device}"
+            )
+
+    def _check_out_scale(self, scale: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        """Quantised outputs have a scale, and only they."""
+        if out is not None and (scale is not None) != (out.dtype == FP8_OUT):
+            accepted = self.dtype if scale is None else FP8_OUT
+            given = "without" if scale is None else "with"
+            raise PlanMismatch(f"out is {out.dtype} {given} out_scale; accepted: {accepted}")
+        if scale is not None and (
+            scale.shape not in ((), (1,))
+            or scale.dtype != torch.float32
+            or scale.device != self.device
+        ):
+            raise PlanMismatch(
+                f"out_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
+                f"torch.float32 of shape () or (1,) on {self.device}"
             )
 
     def _check_kv_scale(self, name: str, x: torch.Tensor | None) -> None:

@@ -208,6 +208,10 @@ TABLE: tuple[Capability, ...] = (
         "adaptive", "adaptive verification", lambda r: r.use_adaptive_verification,
         native=True,
     ),
+    Capability(
+        "output_quant", "fp8 static output quantisation, fused", _never, native=True,
+        note="in prefill by the plain kernel, on Hopper too",
+    ),
     Capability("connector", "KV connectors", lambda r: r.use_kv_connector, native=True),
     Capability(
         "shared_kv", "a KV cache shared between layers", lambda r: r.shares_kv,
@@ -324,8 +328,8 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "other_group_size", "more query heads a KV head",
         lambda r: r.group_size > _most_heads(r),
-        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128, and 1 to 32 "
-        "with heads of 512)",
+        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128, and "
+        "1 to 32 with heads of 512)",
         targets=_FLASH_OR_TRITON,
     ),
     Capability(

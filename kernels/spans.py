@@ -15,7 +15,10 @@ import triton.language as tl
 
 @triton.jit
 def own_span(spans_ptr, req, num_spans, pos):
-    """First and last position of the span that each query at ``pos`` is in; else its own twice."""
+    """First and last position of the span that each query at ``pos`` is in; else its own twice.
+
+    ``pos`` is a vector or a scalar.
+    """
     first = pos
     last = pos
     for i in range(num_spans):

@@ -1,7 +1,7 @@
 """An engine whose prompts hold bidirectional spans, tokens against Hugging Face with such a mask.
 
-A text model of Gemma 3's shape with vLLM's word for its multimodal kind: the runner is told of spans
-as if they were images. So selection, graphs, plans and layers are those of the real model.
+A text model of Gemma 3's shape with vLLM's word for its multimodal kind: the runner is told of
+spans as if they were images. So selection, graphs, plans and layers are those of the real model.
 """
 
 from __future__ import annotations

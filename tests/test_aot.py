@@ -158,9 +158,11 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
         return 64 if kernel == "decode" and features.startswith("e") else 0  # fp8: e4m3, e5m2
     if kernel != "prefill":
         return 64
-    if "spans" in features:
-        # Two more bounds a row; steps without images in them run another variant.
-        return 3 * spill_budget(arch, head_dim, kernel, features.replace("spans", "")) // 2
+    plain = features.replace("spans", "").replace("fp8_out", "")
+    if plain != features:
+        # Two more bounds a row, or rounding by arithmetic: steps without these run other variants.
+        budget = spill_budget(arch, head_dim, kernel, plain.strip("+"))
+        return 2 * budget if arch < 90 else 3 * budget // 2
     if head_dim > 128 and features:
         return 1536 if arch < 90 else 448  # a wide window has three loops to carry values through
     if head_dim > 128:

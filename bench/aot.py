@@ -24,12 +24,15 @@ from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
-# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.
+# causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
+# are of the prefill kernel only.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
     "alibi": ("slopes_ptr", "*fp32"),
     "flags": ("causal_ptr", "*i32"),
+    "spans": ("spans_ptr", "*i32"),
+    "fp8_out": ("out_scale_ptr", "*fp32"),
 }
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -104,7 +107,7 @@ def kv_format(features: Sequence[str]) -> str:
 
 
 def _attention_signature(
-    kernel: str, tiles: policy.Tiles, dtype: str, features: Sequence[str]
+    kernel: str, tiles: policy.Tiles, dtype: str, arch: int, features: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
     element = "fp32" if dtype == "fp32" else dtype
     cache = "u8" if kv_format(features) else element
@@ -114,13 +117,19 @@ def _attention_signature(
         k = v = f"tensordesc<{cache}[1, 1, {tiles.block_n}, {tiles.block_d}]>"
     if pairs:
         v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
-    head = {"out_ptr": f"*{element}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
+    out = "u8" if "fp8_out" in features else element
+    head = {"out_ptr": f"*{out}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
-    optional = {name: kind for feature, (name, kind) in FEATURES.items() if feature in features}
+    known = {f: v for f, v in FEATURES.items() if kernel == "prefill" or f != "spans"}
+    optional = {name: kind for feature, (name, kind) in known.items() if feature in features}
     optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
-    off = [n for n in (*(n for n, _ in FEATURES.values()), *scales) if n not in optional]
+    off = [n for n in (*(n for n, _ in known.values()), *scales) if n not in optional]
+    if "spans_ptr" in optional:
+        optional["num_spans"] = "i32"
+    elif kernel == "prefill":
+        off.append("num_spans")
     tail = {"scale_log2": "fp32"} | dict.fromkeys(off, "constexpr") | optional
     tail |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_q_t", "stride_q_h"), "i32")
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
@@ -129,12 +138,14 @@ def _attention_signature(
     constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    rounded = "e4m3" if arch >= 90 else "e4m3_bits"
+    constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
     constants["CAUSAL"] = not {"flags", "bidirectional"}.intersection(features)
     if kernel == "decode":
         constants |= {"V_PAIRS": pairs}
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
-        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0}
+        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0, "SPANS_IN_WINDOW": False}
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -173,7 +184,7 @@ def _compile_attention(
 ) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
-    head, tail, constants = _attention_signature(kernel, tiles, dtype, features)
+    head, tail, constants = _attention_signature(kernel, tiles, dtype, arch, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
     if kernel == "decode":
@@ -228,6 +239,8 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
+        "spans_ptr": "constexpr",
+        "num_spans": "constexpr",
         "num_reqs": "i32",
         "max_tiles": "i32",
         "most_workers": "i32",
@@ -243,6 +256,7 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
+        "spans_ptr": None, "num_spans": None,
     } | _pieces(config)  # fmt: skip
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 

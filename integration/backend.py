@@ -11,6 +11,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from tilewise import support
+from tilewise.integration.spans import shows_spans
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
@@ -141,8 +142,8 @@ class TilewiseBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """As the support table says."""
-        return support.is_native("mm_prefix")
+        """As the support table says, where vLLM hands spans to a builder."""
+        return support.is_native("mm_prefix") and shows_spans()
 
     @classmethod
     def supports_non_causal(cls) -> bool:

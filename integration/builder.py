@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
@@ -31,6 +31,7 @@ from tilewise.integration.context_parallel import (
     join_group,
 )
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.spans import graph_support, has_spans, spans_of
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 from tilewise.support import PAGE_SIZE_MULTIPLE
@@ -60,6 +61,9 @@ class TilewiseMetadata:
     attn: PagedAttention
     plan: Plan
     causal: bool | torch.Tensor = True
+    # Bidirectional spans, where a query of the batch is in one; under vLLM's name, since models
+    # take them off for some of their layers.
+    mm_prefix_range_tensor: torch.Tensor | None = None
     steps: StepMetrics | None = None
     # Of encoders, whose layers may have other windows than the first: theirs.
     others: dict[int | None, tuple[PagedAttention, Plan]] | None = None
@@ -83,8 +87,21 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
     - any other batch is planned from the lengths the host knows.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_update_block_table: bool = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """Return which batches may be in a full graph: all, but for models with images in prompts.
+
+        Parameters
+        ----------
+        vllm_config : VllmConfig
+        kv_cache_spec : AttentionSpec
+            Of one group; unused.
+        """
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        ours = (x for x in layers.values() if isinstance(getattr(x, "impl", None), TilewiseImpl))
+        return graph_support(vllm_config, ours)
 
     def __init__(
         self,
@@ -102,7 +119,16 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         if speculative is not None:
             self.num_draft_tokens = speculative.num_speculative_tokens or 0
         self.decode_query_len = 1 + self.num_draft_tokens
-        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config)
+        # vLLM's builders of some layer classes (chunked local attention), derived from this one,
+        # rewrite batches in `build` and are never in a full graph.
+        support = self.get_cudagraph_support(vllm_config, kv_cache_spec)
+        self.is_captured = support is not AttentionCGSupport.NEVER
+        mixed = support is AttentionCGSupport.ALWAYS
+        self._mixed_graph_tokens = _mixed_graph_tokens(vllm_config) if mixed else 0
+        self._has_spans = has_spans(vllm_config)
+        # Whether vLLM may hand layers an output to quantise; `start_up` compiles for it.
+        passes = getattr(vllm_config.compilation_config, "pass_config", None)
+        self.quantises_output = bool(getattr(passes, "fuse_attn_quant", False))
         # Whether `start_up` has launched every kernel; a vLLM that binds caches in another way
         # leaves that to the first batch.
         self.is_warm = False
@@ -124,6 +150,13 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
         parallel = vllm_config.parallel_config
         shards = None if self.is_encoder else group_shards(kv_cache_spec, parallel)
+        # Graphs may be captured for more requests than are ever scheduled.
+        max_num_tokens = max(scheduler.max_num_batched_tokens, self._largest_graph())
+        max_num_reqs = most_requests(
+            max(scheduler.max_num_seqs, self._largest_graph()),
+            max_num_tokens,
+            getattr(kv_cache_spec, "attention_chunk_size", None),
+        )
         made = [
             PagedAttention(
                 num_q_heads if shards is None else num_q_heads * shards.count,
@@ -133,9 +166,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 page_size=PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
-                # Graphs may be captured for more requests than are ever scheduled.
-                max_num_reqs=max(scheduler.max_num_seqs, self._largest_graph()),
-                max_num_tokens=max(scheduler.max_num_batched_tokens, self._largest_graph()),
+                max_num_reqs=max_num_reqs,
+                max_num_tokens=max_num_tokens,
                 device=device,
                 decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
                 window=window,
@@ -214,7 +246,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         batch = common_attn_metadata
         _refuse_unsupported(common_prefix_len)
         # Drafts are trimmed on the device, so the host's longest query may understate them.
-        max_query_len = max(batch.max_query_len, self.decode_query_len)
+        # Of rewritten batches it is numpy's.
+        max_query_len = int(max(batch.max_query_len, self.decode_query_len))
         if self._may_replay_mixed_graph(batch.num_actual_tokens):
             return self._plan(batch, max(max_query_len, batch.num_actual_tokens), True)
         if not self.is_warm and batch.num_actual_tokens > DECODE_MAX_QUERY_LEN:
@@ -241,7 +274,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             The batch with its plan.
         """
         batch = common_attn_metadata
-        if self.is_encoder or self.is_cross:
+        if self.is_encoder or self.is_cross or not self.is_captured:
             # vLLM's builders of such layers, derived from this one, change the batch in `build`.
             return self.build(0, batch)
         # V1 gives dummy requests as many keys as the batch has tokens, which may be more than a
@@ -299,6 +332,12 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         lengths = starts[1:] - starts[:-1]
         return bool(((lengths > 0) & (lengths <= DECODE_MAX_QUERY_LEN)).any())
 
+    def _spans(self, batch: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Bidirectional spans of a step that may not be replayed from a graph without them."""
+        if not self._has_spans or (batch.max_query_len <= 1 and self.is_captured):
+            return None
+        return spans_of(batch, self.attn.device)
+
     def _plan(
         self,
         batch: CommonAttentionMetadata,
@@ -308,6 +347,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
     ) -> TilewiseMetadata:
         """Run the plan kernel for ``batch`` and wrap its result."""
         started = time.perf_counter()
+        spans = self._spans(batch)
         tensors: tuple[Any, ...] = (
             batch.query_start_loc,
             None if self.is_encoder else batch.seq_lens,
@@ -319,7 +359,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         }  # fmt: skip
         sharded, others = None, []
         if self.sharded is None:
-            plan, *others = (attn.plan(*tensors, **bounds) for attn in (self.attn, *self._others))
+            plan, *others = (
+                attn.plan(*tensors, **bounds, spans=spans) for attn in (self.attn, *self._others)
+            )
         else:
             # A graph serves batches with a context, whatever the one it is captured with has.
             has_context = capture or _has_context(batch)
@@ -342,6 +384,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             attn=self.attn,
             plan=plan,
             causal=batch.causal,
+            mm_prefix_range_tensor=spans,
             steps=self.steps,
             others={
                 attn.window: (attn, made) for attn, made in zip(self._others, others, strict=True)
@@ -358,6 +401,22 @@ def _has_context(batch: CommonAttentionMetadata) -> bool:
         return True
     starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
     return bool((lengths[: batch.num_reqs] > starts[1:] - starts[:-1]).any())
+
+
+def most_requests(num_reqs: int, num_tokens: int, chunk: int | None) -> int:
+    """Bound on the requests of a batch, as it arrives at the kernels.
+
+    Parameters
+    ----------
+    num_reqs, num_tokens : int
+        Bounds on what is scheduled.
+    chunk : int, optional
+        Tokens of a chunk where attention is local to chunks: vLLM cuts a request at every multiple,
+        and each part with a query token, or an empty request, is a request of its own.
+    """
+    if chunk is None:
+        return num_reqs
+    return min(2 * num_reqs + num_tokens // chunk, num_reqs + num_tokens)
 
 
 def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, TilewiseImpl]:

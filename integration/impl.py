@@ -9,9 +9,11 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from tilewise import counters, support
+from tilewise.attention import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration.compat import shards_caches
+from tilewise.integration.spans import mode_of
 from tilewise.kernels.cache_write import write_kv_cache
 
 if TYPE_CHECKING:
@@ -185,6 +187,20 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.clone()
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether ``forward`` can write a quantised output: fp8 (e4m3) with one static scale.
+
+        Parameters
+        ----------
+        quant_key : QuantKey
+            vLLM's name for dtype and scales.
+        """
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+        if self.dcp_world_size > 1:
+            return False  # parts of several ranks are merged first
+        return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == FP8_OUT)
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -250,8 +266,10 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             The step's plan; None in vLLM's memory profiling run.
         output : Tensor[num_tokens, num_heads, head_size]
             Filled in place; rows beyond the step's tokens are left alone.
-        output_scale, output_block_scale : Tensor, optional
-            Must be None: the output is not quantised here.
+        output_scale : Tensor[1], fp32, optional
+            With one, ``output`` is float8_e4m3fn and holds the result divided by it.
+        output_block_scale : Tensor, optional
+            Must be None: the output has one scale at most.
 
         Returns
         -------
@@ -261,12 +279,12 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         Raises
         ------
         NotImplementedError
-            When a quantised output is asked for.
+            When an output with scales of blocks is asked for.
         UnsupportedConfig
             When the step was planned for another sliding window than this layer's.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise _unsupported("a quantised attention output (output_scale)")
+        if output_block_scale is not None:
+            raise _unsupported("an output with scales of blocks (output_block_scale)")
         if attn_metadata is None:
             return output.fill_(0)
         if attn_metadata.steps is not None:
@@ -292,6 +310,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             query, kv, scale=self.scale, out=output, plan=plan,
             sinks=self.sinks, softcap=self.soft_cap, alibi_slopes=self.alibi_slopes,
             alibi_sqrt=self.alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
+            spans=mode_of(layer, attn_metadata), out_scale=output_scale,
         )  # fmt: skip
         return output
 

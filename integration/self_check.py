@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from tilewise.attention import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
+from tilewise.integration.spans import is_clamped
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
@@ -148,7 +150,11 @@ def batches_of(
     """Batches that launch everything, and whether to treat them as ones of many requests."""
     if sharded is None:
         kernels = (False, True) if attn.config.decodes_few(1) else (False,)
-        return list(product(sequence.batches, kernels))
+        batches = list(product(sequence.batches, kernels))
+        if attn.config.side_by_side and len(sequence.batches) == 1:
+            # The prefill is launched otherwise where there is no decode beside it.
+            batches.append((sequence.batches[0][-1:], False))
+        return batches
     # Single queries go another way where ranks share keys.
     return [(batch, False) for batch in (*sequence.batches, [(1, len(sequence.key))])]
 
@@ -214,6 +220,8 @@ def attend(
     sharded: ShardedAttention | None = None,
     new_pads: tuple[int, int] = (0, 0),
     many: bool = False,
+    spans: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
@@ -239,12 +247,15 @@ def attend(
     if len(sizes) > 1:
         sizes = sizes.repeat_interleave(impl.num_heads // impl.num_kv_heads, 0)
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
-    bounds = {"num_tokens": starts[-1], "max_query_len": max(query_lens), "causal": causal}
+    bounds: dict[str, Any] = {
+        "num_tokens": starts[-1], "max_query_len": max(query_lens), "causal": causal,
+        "has_decode": min(query_lens) <= DECODE_MAX_QUERY_LEN,
+    }  # fmt: skip
     key = value = step = None
     if sharded is None:
-        plan = attn.plan(query_start_loc, seq_lens, table, **bounds)
+        plan = attn.plan(query_start_loc, seq_lens, table, **bounds, spans=spans)
         if many:
-            plan = replace(plan, decodes_few=False)
+            plan = replace(plan, decodes_few=False, side_by_side=False)
     else:
         step = sharded.plan(query_start_loc, seq_lens, table, **bounds)
         plan = step.plan
@@ -268,10 +279,13 @@ def attend(
         attn=attn,
         plan=plan,
         sharded=step,
+        mm_prefix_range_tensor=spans,
     )
     shape = (starts[-1], impl.num_heads, impl.head_size)
     output = torch.full(shape, float("nan"), dtype=attn.dtype, device=attn.device)
-    impl.forward(layer, query, key, value, kv_cache, metadata, output)
+    if output_scale is not None:
+        output = output.to(FP8_OUT)
+    impl.forward(layer, query, key, value, kv_cache, metadata, output, output_scale)
     return query, output
 
 
@@ -285,10 +299,23 @@ def _newest(rows: torch.Tensor, batch: list[tuple[int, int]], row_pad: int) -> t
     return padded.copy_(picked)
 
 
+def make_spans(batch: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """One bidirectional span ``[requests, 1, 2]`` for each request, with half of its queries."""
+    rows = [[[length - tokens, length - tokens // 2 - 1]] for tokens, length in batch]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
 def reference(
-    impl: TilewiseImpl, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    impl: TilewiseImpl,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: tuple[int, int] | None = None,
+    clamped: bool = False,
 ) -> torch.Tensor:
     """What queries, the last tokens of all these keys, should give; fp64.
+
+    ``span`` is bidirectional; where ``clamped``, a window hides what is left of it in the span too.
 
     Without matrix products and softmax: vLLM replaces torch's in its batch-invariant mode, by some
     that know no fp64.
@@ -314,6 +341,13 @@ def reference(
     hidden = distance < 0
     if impl.window is not None:
         hidden = hidden | (distance >= impl.window)
+    if span is not None and span[0] < span[1]:
+        place = torch.arange(length, device=query.device)
+        inside = (span[0] <= place) & (place <= span[1])
+        together = inside[last][:, None, None] & inside
+        if clamped and impl.window is not None:
+            together = together & (distance < impl.window)
+        hidden = hidden & ~together
     logits = logits.masked_fill(hidden, float("-inf"))
     if impl.sinks is not None:
         sinks = impl.sinks.double()[None, :, None].expand(tokens, heads, 1)
@@ -361,18 +395,30 @@ def check(
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
-        for batch, many in batches_of(sequence, attn, sharded):
+        kinds = (False, True) if has_spans(impl, layer) else (False,)
+        for (batch, many), spanned in product(batches_of(sequence, attn, sharded), kinds):
+            spans = make_spans(batch, attn.device) if spanned else None
             query, output = attend(
-                impl, layer, attn, kv_cache, sequence, batch, sharded=sharded, many=many
-            )
+                impl, layer, attn, kv_cache, sequence, batch, spans=spans, sharded=sharded,
+                many=many,
+            )  # fmt: skip
             begin = 0
-            for tokens, length in batch:
+            for r, (tokens, length) in enumerate(batch):
                 rows = slice(begin, begin + tokens)
-                expected = reference(impl, query[rows], key[:length], value[:length])
+                span = None if spans is None else tuple(spans[r, 0].tolist())
+                keys, values = key[:length], value[:length]
+                expected = reference(impl, query[rows], keys, values, span, is_clamped(layer))
                 error = float((output[rows].double() - expected).abs().max())
-                kernel = "decode" if tokens <= DECODE_MAX_QUERY_LEN else "prefill"
+                decoded = tokens <= DECODE_MAX_QUERY_LEN and not (span and span[0] < span[1])
+                kernel = "decode" if decoded else "prefill"
                 _compare(kernel, error, bound, attn, kv_cache)
                 begin += tokens
+
+
+def has_spans(impl: TilewiseImpl, layer: Any) -> bool:
+    """Whether a layer's prompts may hold bidirectional spans."""
+    spanned = bool(getattr(layer, "use_mm_prefix", False)) and impl.attn_type == "decoder"
+    return spanned and impl.alibi_slopes is None
 
 
 def _written_errors(

@@ -21,6 +21,7 @@ from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import self_check
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.spans import is_clamped
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
     return (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
+        self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales,
     )  # fmt: skip
@@ -178,6 +180,15 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                     impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross,
                     new_pads=new_pads, many=many, **alone,
                 )  # fmt: skip
+                if builder.quantises_output:
+                    scale = torch.ones(1, dtype=torch.float32, device=attn.device)
+                    self_check.attend(
+                        impl, layer, attn, kv_cache, first, batch, pad,
+                        causal=not impl.is_cross, output_scale=scale,
+                    )  # fmt: skip
+                if self_check.has_spans(impl, layer):
+                    spans = self_check.make_spans(batch, attn.device)
+                    self_check.attend(impl, layer, attn, kv_cache, first, batch, pad, spans=spans)
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

@@ -69,6 +69,7 @@ def attend(
     lo,
     hi,
     pos,
+    first,
     last,
     seq_len,
     first_key,
@@ -96,7 +97,8 @@ def attend(
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
-    With a ``WINDOW`` they see those from ``pos - WINDOW + 1`` on, none before ``first_key``.
+    With a ``WINDOW`` they see those from ``pos - WINDOW + 1`` on, or from ``first`` where that is
+    not None; none before ``first_key``.
     ``block_table_row_ptr`` is None where keys follow each other without pages (``tile_pages``).
     ``cap_log2`` and ``slope_log2`` shape the logits (``shape_logits``); each may be None.
     ``KV_FORMAT`` says how bytes of an fp8 cache are read (``tilewise.kernels.fp8``); with
@@ -135,8 +137,10 @@ def attend(
             qk = shape_logits(qk, n, pos, factor, cap_log2, slope_log2, ALIBI_SQRT)
         if MASKED:
             visible = n[None, :] <= last[:, None]
-            if WINDOW:
+            if WINDOW and first is None:
                 visible = visible & (n[None, :] > pos[:, None] - WINDOW)
+            elif WINDOW:
+                visible = visible & (n[None, :] >= first[:, None])
             qk = tl.where(visible, qk, float("-inf"))
             if USE_TMA:
                 # A copied page brings its whole tail; 0 * NaN would reach the accumulator.

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
-from tilewise.kernels.fp8 import fp16_rows
+from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.pieces import gather_pieces, piece_at
@@ -97,6 +97,7 @@ def _write_rows(
     lse_ptr,
     sink,
     v_scale_ptr,
+    out_scale_ptr,
     stride_o_t,
     stride_o_h,
     NUM_KV_HEADS: tl.constexpr,
@@ -104,6 +105,7 @@ def _write_rows(
     HEAD_DIM: tl.constexpr,
     HAS_LSE: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
 ):
     """Finish rows all of whose keys have met; ``flat`` counts them within the request's head.
 
@@ -118,6 +120,8 @@ def _write_rows(
     out, lse = softmax_finish(acc, m_i, l_i)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+    if out_scale_ptr is not None:
+        out = encode_fp8(tl.div_rn(out, tl.load(out_scale_ptr)), OUT_FORMAT)
     o_rows = token * stride_o_t + head * stride_o_h
     o_item_ptr = out_ptr + req_token * stride_o_t + first_head * stride_o_h
     o_ptrs = o_item_ptr + (o_rows[:, None] + offs_d[None, :])
@@ -152,6 +156,7 @@ def _decode_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    out_scale_ptr,
     causal_ptr,
     stride_o_t,
     stride_o_h,
@@ -186,6 +191,7 @@ def _decode_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
     V_PAIRS: tl.constexpr,
     PIECE_TILES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
@@ -195,6 +201,8 @@ def _decode_kernel(
     Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
     are rows like its queries.
+
+    With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
@@ -315,7 +323,7 @@ def _decode_kernel(
                 lo, inside, full = window_ranges(lo, hi, last_pos, full, WINDOW, BLOCK_N)
                 acc, acc_odd, m_i, l_i = attend(
                     acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head,
-                    lo, inside, pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+                    lo, inside, pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -324,7 +332,7 @@ def _decode_kernel(
             split = tl.minimum(tl.maximum(full, lo), hi)
             acc, acc_odd, m_i, l_i = attend(
                 acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, lo, split,
-                pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+                pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
                 WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
@@ -334,7 +342,7 @@ def _decode_kernel(
             split = lo
         acc, acc_odd, m_i, l_i = attend(
             acc, acc_odd, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, split, hi,
-            pos, last, seq_len, first_key, scale, cap_log2, slope_log2,
+            pos, None, last, seq_len, first_key, scale, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
@@ -386,14 +394,15 @@ def _decode_kernel(
                         sink_r = tl.load(sinks_ptr + first_head + some_flat % GROUP_SIZE)
                     _write_rows(
                         acc_r, m_r, l_r, some_flat, some_ok, offs_d, kv_head,
-                        req_token, out_ptr, lse_ptr, sink_r, v_scale_ptr, stride_o_t, stride_o_h,
-                        NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP,
+                        req_token, out_ptr, lse_ptr, sink_r, v_scale_ptr, out_scale_ptr,
+                        stride_o_t, stride_o_h, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
+                        V_SCALE_STEP, OUT_FORMAT,
                     )  # fmt: skip
         if complete:
             _write_rows(
                 acc, m_i, l_i, flat, row_ok, offs_d, kv_head, req_token,
-                out_ptr, lse_ptr, sink, v_scale_ptr, stride_o_t, stride_o_h,
-                NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP,
+                out_ptr, lse_ptr, sink, v_scale_ptr, out_scale_ptr, stride_o_t, stride_o_h,
+                NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP, OUT_FORMAT,
             )  # fmt: skip
         cursor += end - begin
 
@@ -437,6 +446,8 @@ def decode_attention(
     merge_rows: int,
     merge_pieces: int,
     pdl: bool = False,
+    out_scale: torch.Tensor | None = None,
+    out_format: str = "",
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -468,6 +479,10 @@ def decode_attention(
         Where attention is not causal it sees as many to its right.
     causal : bool or Tensor[num_reqs], int32
         Whether queries see no key past their own; a tensor says so for each request.
+    out_scale : Tensor[] or Tensor[1], fp32, or None
+        With one, ``out`` is uint8 and holds ``out / out_scale`` in fp8.
+    out_format : str
+        How that is rounded (``tilewise.kernels.fp8``).
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
         The plan must have been made for them.
@@ -481,7 +496,7 @@ def decode_attention(
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
-        *logits.arguments, kv.k_scale, kv.v_scale, flags,
+        *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
@@ -492,7 +507,8 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_R=merge_rows, BLOCK_P=merge_pieces,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window,
-        CAUSAL=causal is True, ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, V_PAIRS=v_pairs,
+        CAUSAL=causal is True, ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
+        V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
     options = {"launch_pdl": True} if pdl else {}

@@ -11,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Batches arrive as slices of larger buffers: their addresses may have any alignment, and a kernel
 # compiled for one must serve all.
 BATCH_ARGUMENTS = [
-    "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "causal_ptr", "stride_bt_b",
+    "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "causal_ptr", "spans_ptr",
+    "out_scale_ptr", "stride_bt_b",
 ]  # fmt: skip
 
 LOG2E = 1.4426950408889634

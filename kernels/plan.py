@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tilewise.kernels.launch import Launcher
 from tilewise.kernels.pieces import next_cut
+from tilewise.kernels.spans import meets_span
 
 HEADER_SIZE = 5
 COUNTERS = 3
@@ -94,8 +95,10 @@ def _snap(
     return tl.where(inside, item_unit + cut, total)
 
 
-_NUMBERS = ["num_reqs", "max_tiles", "most_workers", "fewest_beside", "most_beside"]
-_VARYING = [*_NUMBERS, "query_start_loc_ptr", "seq_lens_ptr"]
+_NUMBERS = [
+    "num_reqs", "max_tiles", "num_spans", "most_workers", "fewest_beside", "most_beside",
+]  # fmt: skip
+_VARYING = [*_NUMBERS, "query_start_loc_ptr", "seq_lens_ptr", "spans_ptr"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_VARYING)
@@ -109,6 +112,8 @@ def _plan_kernel(
     arrivals_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    spans_ptr,
+    num_spans,
     num_reqs,
     max_tiles,
     most_workers,
@@ -147,6 +152,11 @@ def _plan_kernel(
         seq_len = tl.load(seq_lens_ptr + r, mask=ok, other=0)
         is_decode = (query_len > 0) & (query_len <= DECODE_MAX_QUERY_LEN)
         is_prefill = query_len > DECODE_MAX_QUERY_LEN
+        if spans_ptr is not None:
+            # The prefill kernel alone knows of spans.
+            meets = meets_span(spans_ptr, r, num_spans, query_len, seq_len, ok)
+            is_prefill = is_prefill | (is_decode & meets)
+            is_decode = is_decode & ~is_prefill
         tiles = tl.where(is_prefill, tl.cdiv(query_len, PREFILL_BLOCK_Q), 0)
         tiles_m = tl.cdiv(query_len * GROUP_SIZE, DECODE_BLOCK_M)
         # A request without keys still owns a tile: its rows must be written as zeros.
@@ -246,6 +256,7 @@ def plan_on_device(
     window: int,
     most_workers: int = 0,
     beside: tuple[int, int] = (0, 0),
+    spans: torch.Tensor | None = None,
     piece_tiles: int = 0,
     max_pieces: int = 0,
 ) -> None:
@@ -268,6 +279,8 @@ def plan_on_device(
         Workers that may share the work; 0 for all that have a record.
     beside : (int, int)
         Fewest and most workers where the prefill runs beside them; zeros where it does not.
+    spans : Tensor[num_reqs, num_spans, 2], int32, contiguous, or None
+        Bidirectional spans; a request that has queries in one is a prefill, however short.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
     """
@@ -275,8 +288,8 @@ def plan_on_device(
     num_workers = worker_record.shape[0]
     args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
-        query_start_loc, seq_lens, num_reqs, tile_req.shape[0], most_workers or num_workers,
-        *beside,
+        query_start_loc, seq_lens, spans, None if spans is None else spans.shape[1],
+        num_reqs, tile_req.shape[0], most_workers or num_workers, *beside,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,

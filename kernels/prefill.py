@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
-from tilewise.kernels.fp8 import fp16_rows
+from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
+from tilewise.kernels.spans import own_span
+
+_VARYING = ["num_spans", "stride_bt_b"]
 
 
-@triton.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=BATCH_ARGUMENTS)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=BATCH_ARGUMENTS)
 def _prefill_kernel(
     out_ptr,
     lse_ptr,
@@ -36,7 +39,10 @@ def _prefill_kernel(
     slopes_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    out_scale_ptr,
     causal_ptr,
+    spans_ptr,
+    num_spans,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -63,17 +69,22 @@ def _prefill_kernel(
     TAIL_STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SPANS_IN_WINDOW: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
     LAZY: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v; grid = (prefill tiles, KV heads).
 
     Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
-    are rows like its queries.
+    are rows like its queries.  ``spans_ptr`` is None where no spans are bidirectional; they go with
+    ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides what lies left of it in a span too.
+
+    With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
@@ -98,6 +109,12 @@ def _prefill_kernel(
     if not CAUSAL:
         ahead = keys_ahead(query_len, causal_ptr, req, WINDOW)
     last = last_key(pos, ahead, seq_len)
+    first = None
+    if spans_ptr is not None:
+        span_first, span_last = own_span(spans_ptr, req, num_spans, pos)
+        last = tl.minimum(span_last, seq_len - 1)
+        if WINDOW and not SPANS_IN_WINDOW:
+            first = tl.minimum(span_first, pos - WINDOW + 1)
 
     # One 64-bit base a tile and 32-bit offsets inside it: fewer registers than 64-bit rows.
     tile_token = (query_start + first_token).to(tl.int64)
@@ -125,6 +142,15 @@ def _prefill_kernel(
     if ahead is not None:
         end_pos += ahead
     end = tl.cdiv(tl.maximum(tl.minimum(end_pos, seq_len), 0), BLOCK_N)
+    tile_first = first_pos
+    if spans_ptr is not None:
+        # What rows see does not go back from a row to the next: the first and the last row decide.
+        # From scalars, since reductions over rows cost registers in the loops.
+        tile_first, tile_last = own_span(spans_ptr, req, num_spans, first_pos)
+        full = tl.maximum(tl.minimum(tile_last, seq_len - 1) + 1, 0) // BLOCK_N
+        end_pos = context_len + tl.minimum(first_token + BLOCK_Q, query_len) - 1
+        _, end_pos = own_span(spans_ptr, req, num_spans, end_pos)
+        end = tl.cdiv(tl.maximum(tl.minimum(end_pos + 1, seq_len), 0), BLOCK_N)
     block_table_row_ptr = None
     if block_table_ptr is not None:
         block_table_row_ptr = block_table_ptr + req * stride_bt_b
@@ -143,31 +169,37 @@ def _prefill_kernel(
         slope_log2 = tl.load(row_slope_ptr).to(tl.float32) * LOG2E
     begin = 0
     first_key = 0
-    if WINDOW:
+    if WINDOW and first is None:
         first_key = tl.maximum(first_pos + 1 - WINDOW, 0)
         begin, inside, full = window_ranges(
             first_key // BLOCK_N, end, first_pos + BLOCK_Q - 1, full, WINDOW, BLOCK_N
         )
         acc, _, m_i, l_i = attend(
             acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, inside,
-            pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
             WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
         )  # fmt: skip
         begin = inside
-    acc, _, m_i, l_i = attend(
-        acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full,
-        pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
-        stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
-        WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
-    )  # fmt: skip
+    if first is None:
+        acc, _, m_i, l_i = attend(
+            acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, begin, full,
+            pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
+            WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
+        )  # fmt: skip
+    else:
+        # One loop, with masks: three would carry both bounds of every row through.
+        first_key = tl.maximum(tl.minimum(tile_first, first_pos + 1 - WINDOW), 0)
+        full = first_key // BLOCK_N
+    LAST_STAGES: tl.constexpr = TAIL_STAGES if first is None else NUM_STAGES
     acc, _, m_i, l_i = attend(
         acc, 0.0, m_i, l_i, q, k_head, v_head, block_table_row_ptr, kv_head, full, end,
-        pos, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
+        pos, first, last, seq_len, first_key, scale_log2, cap_log2, slope_log2,
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
+        HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, LAST_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
     )  # fmt: skip
 
@@ -177,6 +209,8 @@ def _prefill_kernel(
     out, lse = softmax_finish(acc, m_i, l_i)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+    if out_scale_ptr is not None:
+        out = encode_fp8(tl.div_rn(out, tl.load(out_scale_ptr)), OUT_FORMAT)
     o_rows = rows // GROUP_SIZE * stride_o_t + rows % GROUP_SIZE * stride_o_h
     o_tile_ptr = out_ptr + tile_token * stride_o_t + tile_head * stride_o_h
     o_ptrs = o_tile_ptr + (o_rows[:, None] + offs_d[None, :])
@@ -206,6 +240,10 @@ def prefill_attention(
     *,
     window: int,
     causal: bool | torch.Tensor,
+    spans: torch.Tensor | None = None,
+    spans_in_window: bool = False,
+    out_scale: torch.Tensor | None = None,
+    out_format: str = "",
     max_tiles: int,
     block_q: int,
     block_m: int,
@@ -239,6 +277,15 @@ def prefill_attention(
         as many to its right.
     causal : bool or Tensor[num_reqs], int32
         Whether queries see no key past their own; a tensor says so for each request.
+    spans : Tensor[num_reqs, num_spans, 2], int32, contiguous, or None
+        First and last position of spans whose queries see all of their span, where attention is
+        causal otherwise (``tilewise.kernels.spans``).  The plan must have been made for them.
+    spans_in_window : bool
+        Whether a window hides keys of a span as well.
+    out_scale : Tensor[] or Tensor[1], fp32, or None
+        With one, ``out`` is uint8 and holds ``out / out_scale`` in fp8.
+    out_format : str
+        How that is rounded (``tilewise.kernels.fp8``).
     max_tiles : int
         Grid bound; programs past ``header[0]`` return at once.
     """
@@ -248,7 +295,8 @@ def prefill_attention(
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
-        *logits.arguments, kv.k_scale, kv.v_scale, flags,
+        *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
+        spans, None if spans is None else spans.shape[1],
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
@@ -258,7 +306,8 @@ def prefill_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_Q=block_q, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, WINDOW=window, CAUSAL=causal is True,
-        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants,
+        SPANS_IN_WINDOW=spans is not None and spans_in_window,
+        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
     )  # fmt: skip
     _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)

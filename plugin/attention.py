@@ -24,14 +24,17 @@ from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_OUT = torch.float8_e4m3fn
+_SPANS = ("whole", "windowed", "off")
 
 
 @dataclass(frozen=True)
 class Plan:
     """One batch, planned.  Valid until the next ``plan()`` of the object that made it.
 
-    ``query_start_loc``, ``seq_lens``, ``block_table`` and ``causal`` (where it is a tensor) are the
-    caller's own tensors: whoever replays a captured graph refreshes them in place and plans again.
+    ``query_start_loc``, ``seq_lens``, ``block_table``, ``spans`` and ``causal`` (where it is a
+    tensor) are the caller's own: whoever replays a captured graph refreshes them in place and plans
+    again.
     Without a ``block_table`` keys are the batch's own rows, and ``seq_lens`` is the object's.
     """
 
@@ -47,6 +50,7 @@ class Plan:
     causal: bool | torch.Tensor = True
     decodes_few: bool = False
     side_by_side: bool = False
+    spans: torch.Tensor | None = None
 
 
 class PagedAttention:
@@ -59,7 +63,7 @@ class PagedAttention:
     num_q_heads, num_kv_heads : int
         Query heads must be a multiple of KV heads (ratio 1 to 128, powers of two or not).
     head_dim : int
-        Multiple of 8 from 16 to 256.
+        Multiple of 8 from 16 to 256, or 512.
     page_size : int
         Tokens per page, a multiple of 16; 64 and 128 are read fastest on Hopper.
     dtype : torch.dtype
@@ -127,6 +131,7 @@ class PagedAttention:
             )
         self.kv_dtype = kv_dtype
         self._fp8_format = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
+        self._out_format = fp8_format(FP8_OUT, self.device, write=True)
         geometry = policy.Geometry(
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
@@ -160,7 +165,7 @@ class PagedAttention:
     def _allocate(self) -> None:
         cfg, workers = self.config, self.config.num_workers
         tiles = policy.max_prefill_tiles(
-            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q
+            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q, spans=True
         )
 
         def ints(n: int) -> torch.Tensor:
@@ -194,6 +199,7 @@ class PagedAttention:
         max_query_len: int,
         has_decode: bool = True,
         causal: bool | torch.Tensor = True,
+        spans: torch.Tensor | None = None,
     ) -> Plan:
         """Turn the batch's device lengths into tiles and splits; no host sync.
 
@@ -220,6 +226,12 @@ class PagedAttention:
         causal : bool or Tensor[num_reqs], int32
             Whether queries see no key past their own.  A tensor says so for each request (0: they
             see every key); it is read when layers run.
+        spans : Tensor[num_reqs, num_spans, 2], int32, optional
+            First and last position, from the sequence's start, of spans that are bidirectional
+            inside a causal sequence (images among text): their queries see all keys of their span.
+            Those of a request must not overlap; where the last is not beyond the first, there is
+            none.  Keys past ``seq_lens`` are not seen.  Requests with queries in a span take the
+            prefill kernel, however short.  Pass None where no query of the batch is in one.
 
         Returns
         -------
@@ -239,16 +251,19 @@ class PagedAttention:
         num_reqs = seq_lens.shape[0]
         self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
         self._check_causal(causal, num_reqs)
+        self._check_spans(spans, causal, num_reqs)
         cfg = self.config
         tiles = 0
-        if max_query_len > policy.DECODE_MAX_QUERY_LEN:
-            tiles = policy.max_prefill_tiles(num_tokens, num_reqs, cfg.prefill_block_q)
+        if max_query_len > policy.DECODE_MAX_QUERY_LEN or spans is not None:
+            tiles = policy.max_prefill_tiles(
+                num_tokens, num_reqs, cfg.prefill_block_q, spans is not None
+            )
         self._generation += 1
         options: dict[str, Any] = {**cfg.piece_constants}
         # The Gluon kernels are causal.
         gluon = causal is True and block_table is not None
         few = gluon and cfg.decodes_few(num_reqs)
-        beside = gluon and cfg.side_by_side and has_decode and tiles > 0
+        beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
@@ -257,7 +272,7 @@ class PagedAttention:
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
-                item_overhead=cfg.item_overhead, window=cfg.window,
+                item_overhead=cfg.item_overhead, window=cfg.window, spans=spans,
                 most_workers=cfg.num_sms if few else cfg.num_workers,
                 beside=cfg.beside if beside else (0, 0),
                 **options,
@@ -276,6 +291,7 @@ class PagedAttention:
             causal=causal,
             decodes_few=few,
             side_by_side=beside and num_reqs > 0,
+            spans=spans,
         )
         return self._plan
 
@@ -294,6 +310,8 @@ class PagedAttention:
         alibi_sqrt: bool = False,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        spans: str = "whole",
+        out_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with one layer's queries and cache.
 
@@ -326,6 +344,13 @@ class PagedAttention:
         k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
             What an fp8 cache's keys and values are multiplied with, positive; read on the device
             when the kernels run.  None for 1.
+        spans : str
+            What this layer makes of the plan's spans, if there are any: ``"whole"``, queries see
+            all keys of their span; ``"windowed"``, but for those left of the layer's window;
+            ``"off"``, it is causal throughout.
+        out_scale : Tensor[] or Tensor[1], fp32, optional
+            Quantise the output: ``out`` is float8_e4m3fn then, and holds the result divided by
+            this positive number, at most 448 in size; read on the device when the kernels run.
 
         Returns
         -------
@@ -342,6 +367,7 @@ class PagedAttention:
         """
         self._check_device()
         plan = self._current(plan)
+        self._check_out_scale(out_scale, out)
         kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
         softcap = float(softcap)
@@ -351,19 +377,24 @@ class PagedAttention:
             raise PlanMismatch(f"softcap={softcap}; accepted: 0 (off) or a positive finite number")
         self._check_per_head("sinks", sinks)
         self._check_per_head("alibi_slopes", alibi_slopes)
-        if alibi_slopes is not None and plan.causal is not True:
+        if spans not in _SPANS:
+            raise PlanMismatch(f"spans={spans!r}; accepted: {', '.join(map(repr, _SPANS))}")
+        spanned = plan.spans is not None and spans != "off"
+        if alibi_slopes is not None and (plan.causal is not True or spanned):
             raise PlanMismatch("alibi_slopes with a plan that is not causal; accepted: None")
         alibi_sqrt = alibi_sqrt and alibi_slopes is not None
         logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
         if out is None:
-            out = torch.empty((q.shape[0], *q.shape[1:]), dtype=q.dtype, device=q.device)
+            dtype = q.dtype if out_scale is None else FP8_OUT
+            out = torch.empty((q.shape[0], *q.shape[1:]), dtype=dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        written = out if out_scale is None else out.view(torch.uint8)
         if plan.has_decode:
-            self._run_decode(plan, out, lse, q, kv, logits, use_tma)
+            self._run_decode(plan, written, lse, q, kv, logits, use_tma, out_scale)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, out, lse, q, kv, logits, use_tma)
+            self._run_prefill(plan, written, lse, q, kv, logits, use_tma, spans, out_scale)
         return (out, lse) if lse is not None else out
 
     def _run_decode(
@@ -375,6 +406,7 @@ class PagedAttention:
         kv: KvCache,
         logits: Logits,
         use_tma: bool,
+        out_scale: torch.Tensor | None,
     ) -> None:
         cfg, t = self.config, self.config.decode
         batch: tuple[Any, ...] = (
@@ -383,7 +415,8 @@ class PagedAttention:
             self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
         )  # fmt: skip
         wanted = plan.decodes_few or plan.side_by_side
-        if wanted and cfg.hopper_decode and _plain_maths(plan, logits, use_tma, q, out):
+        plain = not wanted or not _plain_maths(plan, logits, use_tma, q, out, out_scale)
+        if cfg.hopper_decode and not plain:
             # Imported late, as the Gluon prefill is.
             from tilewise.kernels.hopper_decode import hopper_decode_attention
 
@@ -402,7 +435,8 @@ class PagedAttention:
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
-            pdl=cfg.pdl, **options,
+            pdl=cfg.pdl, out_scale=out_scale,
+            out_format=self._out_format if out_scale is not None else "", **options,
         )  # fmt: skip
         counters.add("launches", kernel="decode")
 
@@ -415,13 +449,17 @@ class PagedAttention:
         kv: KvCache,
         logits: Logits,
         use_tma: bool,
+        spans: str,
+        out_scale: torch.Tensor | None,
     ) -> None:
         cfg = self.config
         batch: tuple[Any, ...] = (
             plan.query_start_loc, plan.seq_lens, plan.block_table,
             self._header, self._tile_req, self._tile_token, logits,
         )  # fmt: skip
-        if cfg.hopper_prefill and _plain_maths(plan, logits, use_tma, q, out):
+        heeded = None if spans == "off" else plan.spans
+        plain = heeded is not None or not _plain_maths(plan, logits, use_tma, q, out, out_scale)
+        if cfg.hopper_prefill and not plain:
             # Imported late: other devices, and Triton's interpreter, need no Gluon.
             from tilewise.kernels.hopper_prefill import hopper_prefill_attention
 
@@ -436,7 +474,9 @@ class PagedAttention:
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
-            causal=plan.causal, block_q=cfg.prefill_block_q, block_m=t.block_m,
+            causal=plan.causal, spans=heeded, spans_in_window=spans == "windowed",
+            out_scale=out_scale, out_format=self._out_format if out_scale is not None else "",
+            block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
@@ -494,6 +534,26 @@ class PagedAttention:
             raise PlanMismatch(
                 f"causal is {causal.dtype} {tuple(causal.shape)} on {causal.device}; accepted: "
                 f"True, False or contiguous torch.int32 ({num_reqs},) on {self.device}"
+            )
+
+    def _check_spans(
+        self, spans: torch.Tensor | None, causal: bool | torch.Tensor, num_reqs: int
+    ) -> None:
+        if spans is None:
+            return
+        if causal is not True:
+            raise PlanMismatch("spans of a batch that is not causal; accepted: None")
+        fits = spans.dim() == 3 and spans.shape[0] == num_reqs and spans.shape[2] == 2
+        if (
+            not fits
+            or spans.shape[1] < 1
+            or spans.dtype != torch.int32
+            or spans.device != self.device
+            or not spans.is_contiguous()
+        ):
+            raise PlanMismatch(
+                f"spans is {spans.dtype} {tuple(spans.shape)} on {spans.device}; accepted: "
+                f"contiguous torch.int32 ({num_reqs}, 1 or more, 2) on {self.device}"
             )
 
     def _check_batch(
@@ -634,7 +694,8 @@ class PagedAttention:
                 f"{name} has strides {x.stride()}; accepted: {tokens} tokens of {g.group_size} "
                 f"heads within 2**31 elements, these span {reach}"
             )
-        self._check_dtype(name, x)
+        if name != "out" or x.dtype != FP8_OUT:
+            self._check_dtype(name, x)
 
     def _check_cache(
         self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
@@ -685,6 +746,22 @@ class PagedAttention:
                 f"on {self.device}"
             )
 
+    def _check_out_scale(self, scale: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        """Quantised outputs have a scale, and only they."""
+        if out is not None and (scale is not None) != (out.dtype == FP8_OUT):
+            accepted = self.dtype if scale is None else FP8_OUT
+            given = "without" if scale is None else "with"
+            raise PlanMismatch(f"out is {out.dtype} {given} out_scale; accepted: {accepted}")
+        if scale is not None and (
+            scale.shape not in ((), (1,))
+            or scale.dtype != torch.float32
+            or scale.device != self.device
+        ):
+            raise PlanMismatch(
+                f"out_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
+                f"torch.float32 of shape () or (1,) on {self.device}"
+            )
+
     def _check_kv_scale(self, name: str, x: torch.Tensor | None) -> None:
         if x is None:
             return
@@ -706,10 +783,19 @@ class PagedAttention:
 
 
 def _plain_maths(
-    plan: Plan, logits: Logits, use_tma: bool, q: torch.Tensor, out: torch.Tensor
+    plan: Plan,
+    logits: Logits,
+    use_tma: bool,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
 ) -> bool:
-    """Whether a layer is one for the Gluon kernels: causal, unshaped logits, aligned addresses."""
-    return use_tma and not logits.shaped and plan.causal is True and _aligned_rows(q, out)
+    """Whether a layer is one for the Gluon kernels.
+
+    Causal, with logits that are only scaled, an output in the queries' dtype, aligned addresses.
+    """
+    simple = not logits.shaped and plan.causal is True and out_scale is None
+    return use_tma and simple and _aligned_rows(q, out)
 
 
 def _aligned_rows(*tensors: torch.Tensor) -> bool:

@@ -18,10 +18,12 @@ from tilewise.pieces import Pieces, choose_pieces
 DECODE_MAX_QUERY_LEN = 16
 
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+HEAD_DIM_WIDE = 512  # beside these
 PAGE_SIZE_STEP = 16
 HOPPER_ROWS = 128  # of a tile of the Gluon prefill
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 MAX_GROUP_SIZE = 128
+MAX_WIDE_GROUP_SIZE = 32  # of wide heads: a tile has no more rows, or it would spill
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,18 @@ class Geometry:
             raise UnsupportedConfig(
                 f"num_q_heads={hq} must be a positive multiple of num_kv_heads={hkv}"
             )
-        if self.group_size > MAX_GROUP_SIZE:
-            raise UnsupportedConfig(
-                f"num_q_heads / num_kv_heads = {self.group_size}; accepted: 1 to {MAX_GROUP_SIZE}"
-            )
         d = self.head_dim
-        if not HEAD_DIM_MIN <= d <= HEAD_DIM_MAX or d % HEAD_DIM_STEP:
+        most = MAX_WIDE_GROUP_SIZE if d == HEAD_DIM_WIDE else MAX_GROUP_SIZE
+        if self.group_size > most:
+            raise UnsupportedConfig(
+                f"num_q_heads / num_kv_heads = {self.group_size}; accepted: 1 to {most} with "
+                f"head_dim={d}"
+            )
+        in_range = HEAD_DIM_MIN <= d <= HEAD_DIM_MAX and d % HEAD_DIM_STEP == 0
+        if not in_range and d != HEAD_DIM_WIDE:
             raise UnsupportedConfig(
                 f"head_dim={d}; accepted: multiples of {HEAD_DIM_STEP} "
-                f"from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}"
+                f"from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, and {HEAD_DIM_WIDE}"
             )
         if self.page_size < PAGE_SIZE_STEP or self.page_size % PAGE_SIZE_STEP:
             raise UnsupportedConfig(
@@ -417,7 +422,9 @@ def _hopper_twin(geometry: Geometry) -> Tiles:
 def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     d, group = geometry.block_d, next_power_of_2(geometry.group_size)
     fp8 = geometry.kv_element_size == 1
-    if geometry.element_size == 4:
+    if d > HEAD_DIM_MAX:
+        tiles = _wide_prefill_tiles(geometry, device)
+    elif geometry.element_size == 4:
         tiles = Tiles(max(64, group), 32, d, num_warps=4, num_stages=2, use_tma=False)
     elif device.arch >= 90 and d <= 128:
         # 64 rows of 4 warps leave room for two or three programs an SM; measured best at short
@@ -448,6 +455,22 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
 
 
+def _wide_prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
+    """Tiles of 32 rows: with more, accumulators leave no registers for what reads a tile.
+
+    Where products add up in tensor memory there is room for 64, if no address is computed.
+    """
+    d = geometry.block_d
+    if geometry.element_size == 4:
+        return Tiles(MAX_WIDE_GROUP_SIZE, 16, d, num_warps=8, num_stages=1, use_tma=False)
+    tiles = Tiles(32, 32, d, num_warps=8, num_stages=2, use_tma=True, tail_stages=2)
+    if not _tma_fits(tiles, geometry, device):
+        return replace(tiles, use_tma=False, tail_stages=1)
+    if device.arch >= 100 and geometry.kv_element_size == 2:
+        tiles = replace(tiles, block_m=64)
+    return tiles
+
+
 def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     """Whether accumulators lie as ``tilewise.kernels.lazy_rescale`` expects: 16 rows a warp.
 
@@ -466,6 +489,8 @@ def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> boo
 
 def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> Tiles:
     d = geometry.block_d
+    if d > HEAD_DIM_MAX:
+        return _wide_decode_tiles(geometry, device)
     rows = geometry.group_size * decode_query_len
     block_m = min(max(next_power_of_2(rows), 16), 64)
     fp8 = geometry.kv_element_size == 1 and geometry.element_size == 2  # fp32 is not tuned
@@ -493,6 +518,17 @@ def _decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> 
     smallest = replace(tiles, block_n=16, num_stages=1)
     fits_twice = shared_memory(smallest, geometry) <= half.shared_memory
     return _fit(tiles, geometry, half if fits_twice else device)
+
+
+def _wide_decode_tiles(geometry: Geometry, device: Device) -> Tiles:
+    """Tiles of a program that has an SM for itself: its stages hold what two would have."""
+    d = geometry.block_d
+    tiles = Tiles(16, 32, d, num_warps=8, num_stages=3, use_tma=True, tail_stages=2)
+    if geometry.kv_element_size == 1 and device.arch >= 90 and geometry.page_size % 64 == 0:
+        tiles = replace(tiles, block_n=64, num_stages=2)  # half the bytes a key
+    if not _tma_fits(tiles, geometry, device):
+        tiles = replace(tiles, use_tma=False)
+    return _fit(tiles, geometry, device)
 
 
 def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
@@ -540,6 +576,8 @@ def shared_memory(tiles: Tiles, geometry: Geometry) -> int:
 
 def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     """Decode programs that share an SM: enough loads in flight, without starving for memory."""
+    if tiles.block_d > HEAD_DIM_MAX:
+        return 1
     # In units of 16 bits; fp32 is not tuned.
     tile = tiles.block_n * tiles.block_d * min(geometry.kv_element_size, 2) // 2
     wanted = 2 if tile >= 64 * 128 else 3
@@ -600,9 +638,12 @@ def owner(unit: int, total: int, active: int) -> int:
     return ((unit + 1) * active - 1) // total
 
 
-def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int) -> int:
-    """Bound on the prefill tiles of any batch of ``num_tokens`` in ``num_reqs`` requests."""
-    prefills = min(num_reqs, num_tokens // (DECODE_MAX_QUERY_LEN + 1))
+def max_prefill_tiles(num_tokens: int, num_reqs: int, block_q: int, spans: bool = False) -> int:
+    """Bound on the prefill tiles of any batch of ``num_tokens`` in ``num_reqs`` requests.
+
+    With ``spans`` requests of any length may be prefills.
+    """
+    prefills = min(num_reqs, num_tokens // (1 if spans else DECODE_MAX_QUERY_LEN + 1))
     return cdiv(num_tokens, block_q) + prefills if prefills else 0
 
 
@@ -617,13 +658,20 @@ class BatchPlan:
     worker_record: tuple[tuple[int, ...], ...]
 
 
-def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Config) -> BatchPlan:
+def plan_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    config: Config,
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> BatchPlan:
     """The rule by which lengths become tiles and splits, on host integers.
 
     Parameters
     ----------
     query_lens, seq_lens : sequence of int, one per request
         New tokens, and context plus new tokens.  A request of no tokens gets no work.
+    spans : sequence of sequences of (int, int), one per request, optional
+        First and last position of bidirectional spans; a request with queries in one is a prefill.
 
     Returns
     -------
@@ -639,7 +687,11 @@ def plan_batch(query_lens: Sequence[int], seq_lens: Sequence[int], config: Confi
     items = blocks = 0
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         work.append(0)
-        if query_len > DECODE_MAX_QUERY_LEN:
+        meets = spans is not None and any(
+            first < last and first < seq_len and last >= seq_len - query_len
+            for first, last in spans[r]
+        )
+        if query_len > DECODE_MAX_QUERY_LEN or meets:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
             blocks += cdiv(query_len, block_q) * cdiv(2 * seq_len - query_len, 256)
         elif query_len > 0:

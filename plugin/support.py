@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HEAD_SIZES = tuple(range(16, 257, 8))
+HEAD_SIZES = (*range(16, 257, 8), 512)
 DTYPES = ("float16", "bfloat16", "float32")
 PAGE_SIZE_MULTIPLE = 16
 MIN_COMPUTE_CAPABILITY = (8, 0)
-MAX_GROUP_SIZE = 128
+MAX_GROUP_SIZE, MAX_WIDE_GROUP_SIZE = 128, 32
 
 # Backends of vLLM that may stand in for us, best first. A row names those that compute its
 # feature right; whether one fits a layer's head size, dtypes or GPU, vLLM's own check decides.
@@ -132,6 +132,11 @@ def _never(request: Request) -> bool:
     return False
 
 
+def _most_heads(request: Request) -> int:
+    """Most query heads a KV head."""
+    return MAX_WIDE_GROUP_SIZE if request.head_size > 256 else MAX_GROUP_SIZE
+
+
 def _kv(request: Request) -> str:
     return request.kv_cache_dtype or "auto"
 
@@ -161,10 +166,12 @@ def _kv_row(key: str, label: str, *targets: str, native: bool = False) -> Capabi
     )  # fmt: skip
 
 
-def _kind_row(key: str, kind: str, label: str, *targets: str, note: str = "") -> Capability:
+def _kind_row(
+    key: str, kind: str, label: str, *targets: str, native: bool = False, note: str = ""
+) -> Capability:
     """Row of one of vLLM's layer classes that rewrite a backend's batches."""
     return Capability(
-        key, label, lambda r: r.layer_kind == kind, targets=targets, note=note,
+        key, label, lambda r: r.layer_kind == kind, native=native, targets=targets, note=note,
         reason=f"layers of class {kind} not supported",
     )  # fmt: skip
 
@@ -172,7 +179,7 @@ def _kind_row(key: str, kind: str, label: str, *targets: str, note: str = "") ->
 TABLE: tuple[Capability, ...] = (
     # -- what is ours --------------------------------------------------------------------------
     Capability(
-        "head_size", "head sizes 16 to 256, multiples of 8",
+        "head_size", "head sizes 16 to 256, multiples of 8, and 512",
         lambda r: r.head_size in HEAD_SIZES, native=True, targets=ORDER,
     ),
     Capability(
@@ -181,8 +188,8 @@ TABLE: tuple[Capability, ...] = (
     ),
     _kv_row("kv_same", "KV cache in the model's dtype", *ORDER, native=True),
     Capability(
-        "group_size", "1 to 128 query heads a KV head (MHA, GQA, MQA)",
-        lambda r: r.group_size <= MAX_GROUP_SIZE, native=True, targets=ORDER,
+        "group_size", "1 to 128 query heads a KV head (MHA, GQA, MQA); 1 to 32 with heads of 512",
+        lambda r: r.group_size <= _most_heads(r), native=True, targets=ORDER,
     ),
     Capability(
         "block_size", "pages of any multiple of 16 tokens",
@@ -200,6 +207,10 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "adaptive", "adaptive verification", lambda r: r.use_adaptive_verification,
         native=True,
+    ),
+    Capability(
+        "output_quant", "fp8 static output quantisation, fused", _never, native=True,
+        note="in prefill by the plain kernel, on Hopper too",
     ),
     Capability("connector", "KV connectors", lambda r: r.use_kv_connector, native=True),
     Capability(
@@ -238,7 +249,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     _kind_row(
         "chunked_local", "ChunkedLocalAttention", "chunked local attention (Llama 4)",
-        *_FLASH_OR_TRITON,
+        *_FLASH_OR_TRITON, native=True, note="never in a full CUDA graph: vLLM rules it out",
     ),
     _kind_row(
         "prefix_lm", "PrefillPrefixLMAttention", "prefix language models", *_FLASH_OR_TRITON,
@@ -254,8 +265,14 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "mm_prefix", "bidirectional multimodal prefixes", lambda r: r.use_mm_prefix,
-        "partial multimodal token full attention not supported",
+        "partial multimodal token full attention not supported", native=True,
         targets=("TRITON_FLASH_ATTN", "TRITON_ATTN"),
+    ),
+    Capability(
+        "mm_prefix_not_causal", "multimodal prefixes in batches that are causal in part",
+        lambda r: r.use_mm_prefix and r.use_non_causal,
+        "multimodal prefixes in a layer that is not causal not supported",
+        targets=("TRITON_ATTN",),
     ),
     Capability(
         "non_causal", "non-causal decoders, and batches that are causal in part",
@@ -268,7 +285,8 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "alibi_not_causal", "ALiBi in layers that are not causal",
-        lambda r: r.alibi and (r.attn_type != "decoder" or r.use_non_causal),
+        lambda r: r.alibi
+        and (r.attn_type != "decoder" or r.use_non_causal or r.use_mm_prefix),
         "ALiBi slopes in a layer that is not causal not supported", targets=(),
         note="TRITON_ATTN ignores the slopes of encoders",
     ),
@@ -289,7 +307,8 @@ TABLE: tuple[Capability, ...] = (
     # -- configurations ------------------------------------------------------------------------
     Capability(
         "other_head_size", "other head sizes", lambda r: r.head_size not in HEAD_SIZES,
-        "head_size not supported ({head_size}; tilewise computes multiples of 8 from 16 to 256)",
+        "head_size not supported ({head_size}; tilewise computes multiples of 8 from 16 to 256, "
+        "and 512)",
     ),
     Capability(
         "other_dtype", "other dtypes of a model", lambda r: r.dtype not in DTYPES,
@@ -308,8 +327,9 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "other_group_size", "more query heads a KV head",
-        lambda r: r.group_size > MAX_GROUP_SIZE,
-        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128)",
+        lambda r: r.group_size > _most_heads(r),
+        "query heads a KV head not supported ({group_size}; tilewise computes 1 to 128, and "
+        "1 to 32 with heads of 512)",
         targets=_FLASH_OR_TRITON,
     ),
     Capability(
@@ -333,12 +353,14 @@ TABLE: tuple[Capability, ...] = (
         native=True, targets=("FLASHINFER", "FLASH_ATTN"),
     ),
     Capability(
-        "dcp_places", "decode context parallelism with a sliding window, ALiBi, a shared KV cache "
-        "or cross attention",
+        "dcp_places", "decode context parallelism with a sliding window, chunks, ALiBi, "
+        "multimodal prefixes, a shared KV cache or cross attention",
         lambda r: r.use_dcp and bool(
-            r.has_sliding_window or r.alibi or r.shares_kv or r.attn_type == "encoder_decoder"
+            r.has_sliding_window or r.alibi or r.shares_kv or r.use_mm_prefix
+            or r.attn_type == "encoder_decoder" or r.layer_kind == "ChunkedLocalAttention"
         ),
-        "DCP with a sliding window, ALiBi, a shared KV cache or cross attention not supported",
+        "DCP with a sliding window, chunks, ALiBi, multimodal prefixes, a shared KV cache or cross "
+        "attention not supported",
         targets=(), note="FLASHINFER and FLASH_ATTN count a window in the keys of one rank",
     ),
     Capability(

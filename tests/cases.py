@@ -37,6 +37,9 @@ class Case:
     kv_dtype: torch.dtype | None = None  # of an fp8 cache
     kv_scales: str = ""  # "tensor" or "head"
     causal: bool | tuple[int, ...] = True  # a flag for each request
+    # first and last position of bidirectional spans, for each request
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    spans_in_window: bool = False
     label: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -52,6 +55,8 @@ class Case:
             given.insert(0, str(self.kv_dtype).removeprefix("torch.float8_"))
         if self.causal is not True:
             given.append("flags" if self.causal else "bidirectional")
+        if self.spans is not None:
+            given.append("spans_in_window" if self.spans_in_window else "spans")
         return self.label or "-".join([name, *given])
 
 
@@ -106,6 +111,18 @@ def empty_cache(case: Case, num_pages: int, device: str) -> torch.Tensor:
     shape, order = shapes[case.layout]
     memory = torch.full(shape, float("nan"), device=device).to(case.kv_dtype or case.dtype)
     return memory[:, 0].permute(0, 2, 1, 3) if order is None else memory.permute(*order)
+
+
+def first_seen_key(case: Case, request: int) -> int:
+    """The first key that a query of the request sees."""
+    query_len, context = case.requests[request]
+    if case.window is None:
+        return 0
+    first = max(context - case.window + 1, 0)
+    if case.spans is None or case.spans_in_window:
+        return first
+    met = [s for s, e in case.spans[request] if s < e and s < context + query_len and e >= context]
+    return min([first, *met])
 
 
 def make_features(case: Case, device: str, gen: torch.Generator) -> dict:
@@ -163,9 +180,7 @@ def make_batch(case: Case, device: str, seed: int = 0) -> Batch:
     for r, n in enumerate(lens):
         pages = order[taken : taken + num_pages[r]]
         taken += num_pages[r]
-        first_key = 0
-        if case.window is not None:
-            first_key = max(case.requests[r][1] - case.window + 1, 0)
+        first_key = first_seen_key(case, r)
         first_page = first_key // case.page_size
         table[r, first_page : len(pages)] = pages[first_page:].int()
         for i, page in enumerate(pages.tolist()):
@@ -215,10 +230,20 @@ def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
         "max_query_len": max(q for q, _ in batch.case.requests),
         "causal": batch.case.causal,
     } | overrides
+    if batch.case.spans is not None:
+        kwargs.setdefault("spans", spans_tensor(batch))
     if isinstance(kwargs["causal"], tuple):
         flags = [*kwargs["causal"], *[1] * batch.case.pad_requests]
         kwargs["causal"] = torch.tensor(flags, dtype=torch.int32, device=batch.q.device)
     return attn.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, **kwargs)
+
+
+def spans_tensor(batch: Batch) -> torch.Tensor:
+    """The case's spans as ``plan`` takes them, those of a request filled up with none."""
+    spans = [*batch.case.spans, *[()] * batch.case.pad_requests]
+    most = max(1, *map(len, spans))
+    rows = [[*row, *[(0, 0)] * (most - len(row))] for row in spans]
+    return torch.tensor(rows, dtype=torch.int32, device=batch.q.device)
 
 
 def reference(batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,6 +254,9 @@ def reference(batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     """
     case, scale = batch.case, batch.case.head_dim**-0.5
     features = batch.features | {"window": case.window, "causal": case.causal}
+    if case.spans is not None:
+        padded = (*case.spans, *[()] * case.pad_requests)
+        features |= {"spans": padded, "spans_in_window": case.spans_in_window}
     scales = [features.pop(name, None) for name in ("k_scale", "v_scale")]
     k, v = batch.k_cache, batch.v_cache
     if case.kv_dtype is None:
@@ -283,7 +311,10 @@ def run_and_check(case: Case, device: str, seed: int = 0, **overrides) -> None:
     attn = make_attention(case, device, **overrides)
     plan_batch(attn, batch)
     out = torch.full_like(batch.q, 7.0)
-    out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **batch.features)
+    features = batch.features
+    if case.spans is not None and case.spans_in_window:
+        features = features | {"spans": "windowed"}
+    out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **features)
     check(batch, out, lse)
     assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
     assert not attn._arrivals.any(), "arrival counters must be zero between launches"

@@ -7,6 +7,9 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
     Folder of the checkpoint; keyword arguments of ``vllm.LLM``.
 ``broken``
     ``prefill`` or ``decode``: that kernel computes nothing from the start.
+``spans``
+    Bidirectional spans that vLLM's runner V1 shall find in every prompt of a model with
+    ``is_mm_prefix_lm``, instead of those of its images.
 ``linear_by_row``
     Whether linear layers take one row at a time: torch's products of several rows on a CPU round
     differently from those of one.
@@ -124,6 +127,16 @@ def trample(gib: int) -> None:
     torch.cuda.empty_cache()
 
 
+def show_spans(spans: list[list[int]]) -> None:
+    """Let every prompt have these spans; before an engine is made."""
+    from vllm.v1.worker import gpu_model_runner
+
+    found = [(first, last) for first, last in spans]
+    gpu_model_runner.compute_mm_prefix_ranges = lambda features, **_: {
+        row: found for row in range(len(features))
+    }
+
+
 def run_round(llm, spec: dict) -> dict:
     """Generate greedily for one round's prompts."""
     from vllm import SamplingParams
@@ -237,6 +250,8 @@ def main(job_path: str, result_path: str) -> None:
     from tilewise import counters
 
     break_kernel(job.get("broken"))
+    if job.get("spans"):
+        show_spans(job["spans"])
     started = time.monotonic()
     llm = LLM(model=job["model"], seed=0, disable_log_stats=False, **job["engine"])
     result = {"start_seconds": round(time.monotonic() - started, 2)}

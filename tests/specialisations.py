@@ -19,6 +19,7 @@ LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
+    "images": False, "quantised": False,
     "ranks": 1,  # that share every sequence's keys
 }  # fmt: skip
 QUERY_LENS = [
@@ -52,12 +53,17 @@ def make_layer(spec: dict, device: torch.device):
     cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)
     cache = cache.transpose(1, 2) if spec["layout"] == "nhd" else cache
     scales = [torch.ones(spec["scales"], dtype=torch.float32, device=device) for _ in range(2)]
-    layer = SimpleNamespace(impl=impl, _k_scale=scales[0], _v_scale=scales[1])
+    layer = SimpleNamespace(
+        impl=impl, _k_scale=scales[0], _v_scale=scales[1], use_mm_prefix=spec["images"]
+    )
     sharded = None
     if spec["ranks"] > 1:
         shards = Shards(spec["ranks"], 1, 4)
         sharded = ShardedAttention(shards, Alone(shards), attn)
-    return SimpleNamespace(attn=attn, sharded=sharded, is_warm=False), layer, cache
+    builder = SimpleNamespace(
+        attn=attn, sharded=sharded, is_warm=False, quantises_output=spec["quantised"]
+    )
+    return builder, layer, cache
 
 
 def rows_of(spec: dict, tokens: int, device: torch.device, gate: int):
@@ -83,7 +89,9 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
 
     impl, attn, served = layer.impl, builder.attn, 0
     width = 3
-    for query_lens, offset, gate in itertools.product(QUERY_LENS, offsets, (0, 1)):
+    # How many images the prompt with most of them has.
+    counts = (0, 1, 3, 16) if spec["images"] else (0,)
+    for query_lens, offset, gate, count in itertools.product(QUERY_LENS, offsets, (0, 1), counts):
         tokens, reqs = sum(query_lens), len(query_lens)
         if tokens > spec["max_num_tokens"] or reqs > spec["max_num_reqs"]:
             continue
@@ -95,22 +103,31 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
         lengths[:] = torch.tensor(query_lens, **ints) + 7
         lengths.clamp_(max=width * spec["page"])
         table = torch.zeros(offset + reqs, width + offset, **ints)[offset:]
+        spans = torch.zeros(offset + reqs * count * 2, **ints)[offset:].view(reqs, count, 2)
+        spans = spans if count else None
         slots = torch.full((offset + tokens,), -1, dtype=torch.int64, device=device)[offset:]
         planner = attn if builder.sharded is None else builder.sharded
         plan = planner.plan(
             starts, lengths, table, num_tokens=tokens, max_query_len=max(query_lens),
-            has_decode=min(query_lens) <= 16,
+            has_decode=min(query_lens) <= 16, **({} if spans is None else {"spans": spans}),
         )  # fmt: skip
         sharded = None if builder.sharded is None else plan
         metadata = TilewiseMetadata(
             tokens, reqs, max(query_lens), int(lengths.max()), starts, lengths, table, slots, attn,
             plan if sharded is None else sharded.plan, sharded=sharded,
+            mm_prefix_range_tensor=spans,
         )  # fmt: skip
         for query, key, value in rows_of(spec, tokens, device, gate):
             output = torch.empty(tokens, query.shape[1] * query.shape[2], dtype=query.dtype,
                                  device=device).view(query.shape)  # fmt: skip
             impl.do_kv_cache_update(layer, key, value, cache, slots)
             impl.forward(layer, query, key, value, cache, metadata, output)
+            if spec["quantised"]:
+                scales = torch.ones(offset + 1, dtype=torch.float32, device=device)
+                quantised = torch.empty_like(output, dtype=torch.float8_e4m3fn)
+                impl.forward(
+                    layer, query, key, value, cache, metadata, quantised, scales[offset:]
+                )  # fmt: skip
             served += 1
     return served
 

@@ -99,7 +99,7 @@ def test_backend_declares_the_contract():
     assert Backend.get_preferred_block_size(16) == 64
     assert Backend.supported_kv_cache_layouts() is None
     builder = Backend.get_builder_cls()
-    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    assert builder.get_cudagraph_support(engine_config(), None) is AttentionCGSupport.ALWAYS
     assert builder.supports_update_block_table is False
 
 
@@ -321,11 +321,11 @@ def test_profiling_run_yields_zeros():
     assert output.eq(0).all()
 
 
-def test_quantised_output_is_refused():
+def test_outputs_with_scales_of_blocks_are_refused():
     output = torch.zeros(3, HEADS, HEAD_DIM)
-    with pytest.raises(NotImplementedError, match="output_scale"):
+    with pytest.raises(NotImplementedError, match="output_block_scale"):
         make_impl().forward(
-            None, output, None, None, None, None, output, output_scale=torch.ones(1)
+            None, output, None, None, None, None, output, output_block_scale=torch.ones(1)
         )
 
 

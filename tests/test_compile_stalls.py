@@ -45,6 +45,10 @@ LAYERS = {
         "head_size": 72,
         "window": 128,
     },
+    "quantised": {"quantised": True},
+    "quantised_fp8": {"quantised": True, "kv_cache_dtype": "fp8", "arch": 80},
+    "images": {"images": True, "head_size": 256, "window": 1024},
+    "images_ampere": {"images": True, "arch": 80, "page": 16},
     # Heads of which 16 elements are no divisor: rows may be divisible, or not.
     "odd_heads_72": {"heads": [9, 3], "head_size": 72},
     "even_over_odd_72": {"heads": [10, 5], "head_size": 72},
@@ -83,8 +87,11 @@ def test_serving_needs_nothing_new(results, name):
 
 def test_as_little_as_possible_is_compiled(results):
     """One of each kernel, but where rows have two kinds of strides."""
-    assert set(results["llama"]["warmed"].values()) == {1}
-    assert "_hopper_prefill_kernel" in results["llama"]["warmed"]
+    llama = dict(results["llama"]["warmed"])
+    # Beside a decode, and alone.
+    assert llama.pop("_hopper_prefill_kernel") == 2
+    assert set(llama.values()) == {1}
+    assert "_hopper_decode_kernel" in llama
     assert "_prefill_kernel" not in results["llama"]["warmed"]
     assert set(results["fp8"]["warmed"].values()) == {1}
     assert "_prefill_kernel" in results["fp8"]["warmed"]
@@ -100,7 +107,7 @@ def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["llama", "small_pages", "few_requests", "odd_heads_72", "window_sinks", "fp8",
-             "fp8_per_head_72", "shared_keys", "shared_keys_72"],
+             "fp8_per_head_72", "images", "shared_keys", "shared_keys_72"],
 )  # fmt: skip
 def test_nothing_compiles_while_serving(name, monkeypatch):
     from triton import knobs

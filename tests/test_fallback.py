@@ -143,7 +143,8 @@ def test_selections_without_a_layer_are_said_once(seen):
         "tilewise leaves 1 layer to FLASHINFER (sliding window not supported): "
         "a layer of this model",
         "tilewise leaves 1 layer to FLASH_ATTN_MLA (head_size not supported (576; tilewise "
-        "computes multiples of 8 from 16 to 256); MLA not supported): a layer of this model",
+        "computes multiples of 8 from 16 to 256, and 512); MLA not supported): a layer of this "
+        "model",
     ]
 
 

@@ -1,8 +1,9 @@
 """Real architectures of vLLM's model zoo through its engine: every layer ours, tokens equal.
 
 Llama 3, Qwen 3 (norms of queries and keys), Phi 3 (heads of 96), Gemma 2 (window, soft cap),
-Gemma 3 (five windows to one), gpt-oss (sinks, window), Granite 4 (Mamba 2 beside
-attention, pages of 144 tokens) and BLOOM (ALiBi), small but for what attention sees.
+Gemma 3 (five windows to one), Gemma 4 (heads of 256 and 512), gpt-oss (sinks, window), Llama 4
+(chunked local attention), Granite 4 (Mamba 2 beside attention, pages of 144 tokens) and BLOOM
+(ALiBi), small but for what attention sees.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def test_tokens_equal_hugging_face(name, tmp_path, device):
     result = run_job(tmp_path, job, **(GPU_ENGINE if device.type == "cuda" else {}))
     assert result["impls"] == ["TilewiseImpl"]
     assert [layer["window"] for layer in result["layers"]] == list(shape.windows)
+    page_sizes = shape.page_sizes or (shape.page_size,) * len(shape.windows)
+    assert [layer["page_size"] for layer in result["layers"]] == list(page_sizes)
     for layer in result["layers"]:
-        assert layer["page_size"] == shape.page_size
         assert layer["soft_cap"] == shape.soft_cap
         assert layer["sinks"] is shape.sinks
         assert layer["alibi"] is shape.alibi

@@ -128,7 +128,8 @@ def test_vllm_says_what_the_limits_quote():
     }  # fmt: skip
     cases = [
         {"kv_cache_dtype": "nvfp4"}, {"use_rswa": True}, {"head_size": 84}, {"block_size": 24},
-        {"device_capability": (7, 5)}, {"use_mla": True}, {"use_mm_prefix": True},
+        {"device_capability": (7, 5)}, {"use_mla": True},
+        {"use_mm_prefix": True, "use_non_causal": True},
         {"use_dcp": True, "has_sliding_window": True},
     ]  # fmt: skip
     quoted = re.findall(r"`([^`]+)`", FENCE.sub("", section("Limits")))

@@ -164,7 +164,7 @@ def test_a_table_with_features_and_what_cannot_be():
     head, good, bad = done.stdout.splitlines()
     assert head.split()[:3] == ["kernel", "arch", "head"]
     assert "sinks+window=128" in good
-    assert "head_dim=84; accepted: multiples of 8 from 16 to 256" in bad
+    assert "head_dim=84; accepted: multiples of 8 from 16 to 256, and 512" in bad
 
 
 def test_help():

@@ -28,6 +28,7 @@ ACCEPTED = {
     "d80": {"head_size": 80},
     "d96": {"head_size": 96},
     "d256": {"head_size": 256},
+    "d512": {"head_size": 512},
     "pages_of_16": {"block_size": 16},
     "pages_of_48": {"block_size": 48},
     "pages_of_528": {"block_size": 528},
@@ -49,6 +50,8 @@ ACCEPTED = {
     "dcp_sinks": {"use_dcp": True, "has_sink": True},
     "dcp_adaptive": {"use_dcp": True, "use_adaptive_verification": True},
     "dcp_pages_of_48": {"use_dcp": True, "block_size": 48},
+    "mm_prefix": {"use_mm_prefix": True},
+    "mm_prefix_window_d256": {"use_mm_prefix": True, "head_size": 256, "has_sliding_window": True},
 }
 
 # Case, who takes it, and the reason that tilewise gives.
@@ -60,9 +63,8 @@ FALLBACK = {
     "sinks_d8_offline": ({"has_sink": True, "head_size": 8}, "FLASH_ATTN", "(8; tilewise"),
     "int8_kv": ({"kv_cache_dtype": "int8_per_token_head"}, "TRITON_ATTN", "supported (int8"),
     "turboquant": ({"kv_cache_dtype": "turboquant_k8v4"}, "TURBOQUANT", "supported (turboq"),
-    "mm_prefix": ({"use_mm_prefix": True}, "TRITON_ATTN", "partial multimodal token full"),
-    "mm_prefix_d256": (
-        {"use_mm_prefix": True, "head_size": 256}, "TRITON_FLASH_ATTN", "partial multimodal",
+    "mm_prefix_not_causal": (
+        {"use_mm_prefix": True, "use_non_causal": True}, "TRITON_ATTN", "multimodal prefixes in",
     ),
     "mla": ({"use_mla": True, "head_size": 576}, "FLASH_ATTN_MLA", "MLA not supported"),
     "sparse": (
@@ -75,7 +77,7 @@ FALLBACK = {
     "d8": ({"head_size": 8}, "FLASH_ATTN", "(8; tilewise computes multiples of 8"),
     "d84": ({"head_size": 84}, "TRITON_ATTN", "head_size not supported (84;"),
     "d320": ({"head_size": 320}, "TRITON_ATTN", "head_size not supported (320;"),
-    "d512": ({"head_size": 512}, "FLASHINFER", "head_size not supported (512;"),
+    "d504": ({"head_size": 504}, "TRITON_ATTN", "head_size not supported (504;"),
 }  # fmt: skip
 
 NOBODY = {
@@ -97,7 +99,7 @@ OTHERS = {
     "none": ({"backend": None, "has_sink": True}, "FLASH_ATTN"),
 }
 
-SEVERAL = {"use_mm_prefix": True, "use_rswa": True, "head_size": 84}
+SEVERAL = {"use_mm_prefix": True, "use_non_causal": True, "use_rswa": True, "head_size": 84}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_other_backends_are_left_alone(answers, name):
 def test_every_reason_is_given(answers):
     assert answers["several"]["name"] == "TRITON_ATTN"
     reasons = " ".join(answers["several"]["reasons"])
-    for text in ("head_size", "multimodal token", "R-SWA"):
+    for text in ("head_size", "multimodal prefixes", "R-SWA"):
         assert text in reasons
 
 

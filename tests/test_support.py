@@ -18,6 +18,7 @@ EXAMPLES = {
     "head_size": {}, "dtype": {}, "kv_same": {}, "group_size": {}, "block_size": {},
     "capability": {}, "speculative": None,
     "adaptive": {"use_adaptive_verification": True},
+    "output_quant": None,
     "connector": {"use_kv_connector": True},
     "shared_kv": {"shares_kv": True},
     "sliding_window": {"has_sliding_window": True},
@@ -32,6 +33,7 @@ EXAMPLES = {
     "block_pooling": {"layer_kind": "WhisperCausalAttentionWithBlockPooling"},
     "rswa": {"use_rswa": True},
     "mm_prefix": {"use_mm_prefix": True},
+    "mm_prefix_not_causal": {"use_mm_prefix": True, "use_non_causal": True},
     "non_causal": {"use_non_causal": True},
     "attn_type": {"attn_type": "encoder_only"},
     "alibi_not_causal": {"alibi": True, "attn_type": "encoder_only"},
@@ -62,6 +64,7 @@ EXAMPLES = {
 BESIDES = {
     "alibi_not_causal": {"alibi", "attn_type"},
     "dcp_places": {"dcp", "sliding_window"},
+    "mm_prefix_not_causal": {"mm_prefix", "non_causal"},
 }
 
 SHOWN = {key: example for key, example in EXAMPLES.items() if example is not None}
@@ -116,7 +119,7 @@ def test_plain_llama_is_ours():
 
 def test_head_sizes():
     for head_size in range(1, 600):
-        ours = head_size % 8 == 0 and 16 <= head_size <= 256
+        ours = (head_size % 8 == 0 and 16 <= head_size <= 256) or head_size == 512
         assert (check(Request(head_size=head_size)) == ()) is ours, head_size
 
 

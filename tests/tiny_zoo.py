@@ -46,7 +46,8 @@ class Shape:
     sinks: bool = False
     alibi: bool = False
     block_size: int | None = None  # of the engine's options
-    page_size: int = 64  # what comes of it
+    page_size: int = 64  # what comes of it, in layers with the largest keys
+    page_sizes: tuple[int, ...] = ()  # of each layer, where they differ
     has_prefix_cache: bool = True  # unless vLLM switches it off for the family
     # Gemma multiplies embeddings by a root of their size and reads tokens off them again: drawn
     # wide, they would repeat the last token whatever attention does.
@@ -92,6 +93,16 @@ ZOO = {
         },
         (*[WINDOW] * 5, None), embedding=0.05,
     ),
+    # Heads of two sizes, those of layers that see all twice the window's.
+    "gemma4": Shape(
+        "Gemma4TextConfig",
+        DECODER | {
+            "head_dim": 256, "global_head_dim": 512, "sliding_window": WINDOW,
+            "layer_types": kinds("s", "f"), "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+        },
+        (WINDOW, None), embedding=0.05, page_sizes=(128, 64),
+    ),
     "gpt_oss": Shape(
         "GptOssConfig",
         DECODER | {
@@ -101,6 +112,16 @@ ZOO = {
             "rope_parameters": YARN_ROPE,
         },
         (WINDOW, None), sinks=True,
+    ),
+    # Attention local to chunks, and a layer that sees all without rotation; no experts here.
+    "llama4": Shape(
+        "Llama4TextConfig",
+        DECODER | {
+            "head_dim": 64, "intermediate_size_mlp": 256, "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 0], "num_hidden_layers": 3, "moe_layers": [],
+            "interleave_moe_layer_step": 8, "num_local_experts": 4,
+        },
+        (None, None, None), block_size=16, page_size=16,
     ),
     # States beside attention: one pool of pages for both, whose size no power of two divides.
     "granite_hybrid": Shape(

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from tilewise import counters, support
-from tilewise.attention import FP8_OUT
+from tilewise.checks import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration.compat import shards_caches

@@ -200,7 +200,7 @@ def test_layers_take_what_vllm_fuses():
 def test_a_layer_with_the_gluon_prefill_is_not_fused(monkeypatch):
     """The plain kernel would take its place, for the sake of one small kernel less."""
     pytest.importorskip("vllm")
-    from test_builder import make_impl
+    from test_builder import HEADS, KV_HEADS
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     from tilewise import policy
@@ -212,7 +212,7 @@ def test_a_layer_with_the_gluon_prefill_is_not_fused(monkeypatch):
     for arch, head_size, fused in ((90, 128, False), (90, 96, True), (100, 128, True)):
         device = policy.Device(arch, 132, 227 * 1024)
         monkeypatch.setattr(module, "describe", lambda _, device=device: device)
-        layer = make_impl(head_size=head_size)
+        layer = module.TilewiseImpl(HEADS, head_size, 0.1, KV_HEADS, None, None, "auto")
         assert layer.fused_output_quant_supported(key) is fused, (arch, head_size)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
-from tilewise import support
+from tilewise import policy, support
 from tilewise.integration.spans import shows_spans
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tilewise.integration.builder import TilewiseMetadataBuilder
     from tilewise.integration.impl import TilewiseImpl
 
-PREFERRED_PAGE_SIZE = 64
 
 # Cache dtypes by the row of the table that has to be native for them.
 _KV_DTYPES = {
@@ -108,7 +107,7 @@ class TilewiseBackend(AttentionBackend):
         A page of 64 tokens holds one KV tile, so the prefill kernel loads it with one descriptor
         instead of a gather.
         """
-        return PREFERRED_PAGE_SIZE
+        return policy.PREFERRED_PAGE_SIZE
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -21,7 +21,6 @@ ELEMENT_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 OURS = "TILEWISE"
 # Pages that two backends of one model agree on when nobody names a size.
 COMMON_PAGE_SIZE = 16
-PREFERRED_PAGE_SIZE = 64
 
 # What a foreign configuration class may raise over a file that it does not understand.
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -171,7 +170,7 @@ def examine(
     """
     model = read_model(config, options)
     alone = all(not support.check(layer.request) for layer in model.layers)
-    page = options.block_size or (PREFERRED_PAGE_SIZE if alone else COMMON_PAGE_SIZE)
+    page = options.block_size or (policy.PREFERRED_PAGE_SIZE if alone else COMMON_PAGE_SIZE)
     grouped: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in model.layers:
         key = (layer.num_q_heads, layer.num_kv_heads, layer.window, layer.request)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from tilewise import counters, support
-from tilewise.attention import FP8_OUT
-from tilewise.device import fp8_format
+from tilewise import counters, policy, support
+from tilewise.checks import FP8_OUT
+from tilewise.device import describe, fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration.compat import shards_caches
 from tilewise.integration.spans import mode_of
@@ -199,7 +199,28 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
 
         if self.dcp_world_size > 1:
             return False  # parts of several ranks are merged first
+        if self._prefills_in_gluon():
+            # It writes the model's dtype only, and is worth more than a quantisation saved.
+            return False
         return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == FP8_OUT)
+
+    def _prefills_in_gluon(self) -> bool:
+        """Whether layers like this one have the Gluon prefill, at the page size we ask for."""
+        if self.soft_cap or self.alibi_slopes is not None or self.is_encoder:
+            return False
+        if not torch.cuda.is_available():
+            return False
+        kv_size = 0 if self.kv_dtype is None else self.kv_dtype.itemsize
+        geometry = policy.Geometry(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            policy.PREFERRED_PAGE_SIZE,
+            2,
+            kv_size,
+        )
+        device = describe(torch.device("cuda", torch.cuda.current_device()))
+        return policy.why_not_hopper(geometry, device, self.window or 0) is None
 
     def do_kv_cache_update(
         self,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from tilewise.attention import FP8_OUT
+from tilewise.checks import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
 from tilewise.integration.spans import is_clamped

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewise import counters, policy
+from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of, split_cache
 from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
@@ -23,8 +24,6 @@ from tilewise.pieces import scratch_slots
 from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FP8_OUT = torch.float8_e4m3fn
 _SPANS = ("whole", "windowed", "off")
 
 
@@ -119,7 +118,7 @@ class PagedAttention:
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
-            raise UnsupportedConfig(f"dtype={dtype}; accepted: {_names(SUPPORTED_DTYPES)}")
+            raise UnsupportedConfig(f"dtype={dtype}; accepted: {names_of(SUPPORTED_DTYPES)}")
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_tokens", max_num_tokens)):
             if value < 1:
                 raise UnsupportedConfig(f"{name}={value}; accepted: 1 or more")
@@ -127,7 +126,7 @@ class PagedAttention:
         kv_dtype = dtype if kv_dtype is None else kv_dtype
         if kv_dtype not in (dtype, *FP8_DTYPES):
             raise UnsupportedConfig(
-                f"kv_dtype={kv_dtype}; accepted: {_names((dtype, *FP8_DTYPES))}"
+                f"kv_dtype={kv_dtype}; accepted: {names_of((dtype, *FP8_DTYPES))}"
             )
         self.kv_dtype = kv_dtype
         self._fp8_format = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
@@ -156,6 +155,9 @@ class PagedAttention:
         self.dtype = dtype
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
+        self._checks = Checks(
+            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens
+        )
         self._layouts: dict[tuple[object, ...], bool] = {}
         self._id = next(_OBJECTS)
         self._generation = 0
@@ -249,9 +251,11 @@ class PagedAttention:
             raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
         self._check_device()
         num_reqs = seq_lens.shape[0]
-        self._check_batch(query_start_loc, seq_lens, block_table, num_tokens, max_query_len)
-        self._check_causal(causal, num_reqs)
-        self._check_spans(spans, causal, num_reqs)
+        self._checks.batch(
+            query_start_loc, seq_lens, block_table, num_tokens, max_query_len, self.config
+        )
+        self._checks.causal(causal, num_reqs)
+        self._checks.spans(spans, causal, num_reqs)
         cfg = self.config
         tiles = 0
         if max_query_len > policy.DECODE_MAX_QUERY_LEN or spans is not None:
@@ -367,7 +371,7 @@ class PagedAttention:
         """
         self._check_device()
         plan = self._current(plan)
-        self._check_out_scale(out_scale, out)
+        self._checks.out_scale(out_scale, out)
         kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
         softcap = float(softcap)
@@ -375,8 +379,8 @@ class PagedAttention:
             raise PlanMismatch(f"scale={scale}; accepted: a positive finite number")
         if not (softcap >= 0.0 and math.isfinite(softcap)):
             raise PlanMismatch(f"softcap={softcap}; accepted: 0 (off) or a positive finite number")
-        self._check_per_head("sinks", sinks)
-        self._check_per_head("alibi_slopes", alibi_slopes)
+        self._checks.per_head("sinks", sinks)
+        self._checks.per_head("alibi_slopes", alibi_slopes)
         if spans not in _SPANS:
             raise PlanMismatch(f"spans={spans!r}; accepted: {', '.join(map(repr, _SPANS))}")
         spanned = plan.spans is not None and spans != "off"
@@ -520,90 +524,6 @@ class PagedAttention:
         lengths = self._own_lengths[:num_reqs]
         return torch.sub(query_start_loc[1:], query_start_loc[:-1], out=lengths)
 
-    def _check_causal(self, causal: bool | torch.Tensor, num_reqs: int) -> None:
-        if isinstance(causal, bool):
-            return
-        if not isinstance(causal, torch.Tensor):
-            raise PlanMismatch(f"causal={causal!r}; accepted: True, False or a tensor of flags")
-        if (
-            causal.shape != (num_reqs,)
-            or causal.dtype != torch.int32
-            or causal.device != self.device
-            or (num_reqs > 1 and causal.stride(0) != 1)
-        ):
-            raise PlanMismatch(
-                f"causal is {causal.dtype} {tuple(causal.shape)} on {causal.device}; accepted: "
-                f"True, False or contiguous torch.int32 ({num_reqs},) on {self.device}"
-            )
-
-    def _check_spans(
-        self, spans: torch.Tensor | None, causal: bool | torch.Tensor, num_reqs: int
-    ) -> None:
-        if spans is None:
-            return
-        if causal is not True:
-            raise PlanMismatch("spans of a batch that is not causal; accepted: None")
-        fits = spans.dim() == 3 and spans.shape[0] == num_reqs and spans.shape[2] == 2
-        if (
-            not fits
-            or spans.shape[1] < 1
-            or spans.dtype != torch.int32
-            or spans.device != self.device
-            or not spans.is_contiguous()
-        ):
-            raise PlanMismatch(
-                f"spans is {spans.dtype} {tuple(spans.shape)} on {spans.device}; accepted: "
-                f"contiguous torch.int32 ({num_reqs}, 1 or more, 2) on {self.device}"
-            )
-
-    def _check_batch(
-        self,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor | None,
-        num_tokens: int,
-        max_query_len: int,
-    ) -> None:
-        if seq_lens.dim() != 1:
-            raise PlanMismatch(f"seq_lens has shape {tuple(seq_lens.shape)}; accepted: [num_reqs]")
-        num_reqs = seq_lens.shape[0]
-        if num_reqs > self.max_num_reqs:
-            raise PlanMismatch(f"{num_reqs} requests; built for at most {self.max_num_reqs}")
-        if not 0 <= num_tokens <= self.max_num_tokens:
-            raise PlanMismatch(f"num_tokens={num_tokens}; built for 0 to {self.max_num_tokens}")
-        named = {"query_start_loc": query_start_loc, "seq_lens": seq_lens}
-        if block_table is not None:
-            named["block_table"] = block_table
-        for name, x in named.items():
-            if x.dtype != torch.int32 or x.device != self.device:
-                raise PlanMismatch(
-                    f"{name} is {x.dtype} on {x.device}; accepted: torch.int32 on {self.device}"
-                )
-        if query_start_loc.shape != (num_reqs + 1,) or not query_start_loc.is_contiguous():
-            raise PlanMismatch(
-                f"query_start_loc has shape {tuple(query_start_loc.shape)}; "
-                f"accepted: contiguous ({num_reqs + 1},) for {num_reqs} requests"
-            )
-        if num_reqs > 1 and seq_lens.stride(0) != 1:
-            raise PlanMismatch(f"seq_lens has stride {seq_lens.stride(0)}; accepted: contiguous")
-        keys = num_tokens
-        if block_table is not None:
-            rows_of_ids = block_table.dim() == 2 and block_table.shape[0] >= num_reqs
-            if not rows_of_ids or (block_table.stride(1) != 1 and block_table.shape[1] != 1):
-                raise PlanMismatch(
-                    f"block_table has shape {tuple(block_table.shape)} and strides "
-                    f"{block_table.stride()}; accepted: [>= {num_reqs}, pages] with unit last "
-                    "stride"
-                )
-            keys = block_table.shape[1] * self.geometry.page_size
-        longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
-        units = num_reqs * policy.decode_units_bound(longest, keys, self.config)
-        if units >= 2**31 or keys > 2**31 - 1024:
-            raise PlanMismatch(
-                f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "
-                f"exceed the 2**31 units a plan counts; pass a narrower block_table"
-            )
-
     def _bind(
         self,
         plan: Plan,
@@ -634,15 +554,15 @@ class PagedAttention:
         key = (len(pair), same_pages, out is None, *layouts, *kinds)
         aligned = self._layouts.get(key)
         if aligned is None:
-            self._check_rows("q", q)
+            self._checks.rows("q", q, self.config)
             if out is not None:
-                self._check_rows("out", out)
+                self._checks.rows("out", out, self.config)
             for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-                self._check_kv_scale(name, scale)
-            kv = self._check_cache(pair, scales)
+                self._checks.kv_scale(name, scale)
+            kv = self._checks.cache(pair, scales)
             aligned = self._layouts[key] = tma_strides(kv)
         else:
-            kv = self._split(pair, scales)
+            kv = split_cache(pair, scales, self.geometry.head_dim, self._fp8_format)
         for x in tensors:
             if x.device != self.device:
                 raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")
@@ -663,123 +583,10 @@ class PagedAttention:
                 f"kv_dtype={self.kv_dtype} with a plan without block_table; accepted: "
                 f"{self.dtype}, without scales"
             )
-        self._check_rows("q", q)
+        self._checks.rows("q", q, self.config)
         if out is not None:
-            self._check_rows("out", out)
+            self._checks.rows("out", out, self.config)
         return view_rows(kv, self.geometry, self.dtype, self.device, plan.num_tokens)
-
-    def _split(
-        self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
-    ) -> KvCache:
-        fp8 = self._fp8_format
-        if fp8:
-            pair = tuple(x if x.dtype == torch.uint8 else x.view(torch.uint8) for x in pair)
-        if len(pair) == 1:
-            d = self.geometry.head_dim
-            pair = (pair[0][..., :d], pair[0][..., d:])
-        return KvCache(pair[0], pair[1], fp8, scales[0], scales[1])
-
-    def _check_rows(self, name: str, x: torch.Tensor) -> None:
-        g = self.geometry
-        if x.dim() != 3 or x.shape[1:] != (g.num_q_heads, g.head_dim) or x.stride(2) != 1:
-            raise PlanMismatch(
-                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
-                f"[tokens, {g.num_q_heads}, {g.head_dim}] with unit last stride"
-            )
-        # The kernels add 32-bit offsets inside a tile to the tile's 64-bit address.
-        tokens = max(self.config.prefill_block_q, policy.DECODE_MAX_QUERY_LEN)
-        reach = (tokens - 1) * x.stride(0) + (g.group_size - 1) * x.stride(1) + g.head_dim
-        if reach >= 2**31:
-            raise PlanMismatch(
-                f"{name} has strides {x.stride()}; accepted: {tokens} tokens of {g.group_size} "
-                f"heads within 2**31 elements, these span {reach}"
-            )
-        if name != "out" or x.dtype != FP8_OUT:
-            self._check_dtype(name, x)
-
-    def _check_cache(
-        self, pair: tuple[torch.Tensor, ...], scales: tuple[torch.Tensor | None, ...]
-    ) -> KvCache:
-        g = self.geometry
-        if len(pair) == 1 and (pair[0].dim() != 4 or pair[0].shape[3] != 2 * g.head_dim):
-            raise PlanMismatch(
-                f"kv_cache has shape {tuple(pair[0].shape)}; accepted: "
-                f"[pages, {g.num_kv_heads}, {g.page_size}, {2 * g.head_dim}]"
-            )
-        if len(pair) not in (1, 2):
-            raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
-        accepted = (self.kv_dtype, torch.uint8) if self._fp8_format else (self.kv_dtype,)
-        for name, x in (("k cache", pair[0]), ("v cache", pair[-1])):
-            if x.dtype not in accepted or x.device != self.device:
-                raise PlanMismatch(
-                    f"{name} is {x.dtype} on {x.device}; built for {_names(accepted)} on "
-                    f"{self.device}"
-                )
-        kv = self._split(pair, scales)
-        for name, x in (("k cache", kv.k), ("v cache", kv.v)):
-            expected = (g.num_kv_heads, g.page_size, g.head_dim)
-            if x.dim() != 4 or tuple(x.shape[1:]) != expected or x.stride(3) != 1:
-                raise PlanMismatch(
-                    f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
-                    f"[pages, {g.num_kv_heads}, {g.page_size}, {g.head_dim}] "
-                    "with unit last stride"
-                )
-        if kv.k.shape[0] != kv.v.shape[0]:
-            raise PlanMismatch(
-                f"the k cache has {kv.k.shape[0]} pages, the v cache {kv.v.shape[0]}; "
-                "accepted: equally many"
-            )
-        return kv
-
-    def _check_per_head(self, name: str, x: torch.Tensor | None) -> None:
-        if x is None:
-            return
-        heads = self.geometry.num_q_heads
-        if x.shape != (heads,) or (heads > 1 and x.stride(0) != 1):
-            raise PlanMismatch(
-                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
-                f"contiguous ({heads},), one of each query head"
-            )
-        if x.dtype not in SUPPORTED_DTYPES or x.device != self.device:
-            raise PlanMismatch(
-                f"{name} is {x.dtype} on {x.device}; accepted: {_names(SUPPORTED_DTYPES)} "
-                f"on {self.device}"
-            )
-
-    def _check_out_scale(self, scale: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """Quantised outputs have a scale, and only they."""
-        if out is not None and (scale is not None) != (out.dtype == FP8_OUT):
-            accepted = self.dtype if scale is None else FP8_OUT
-            given = "without" if scale is None else "with"
-            raise PlanMismatch(f"out is {out.dtype} {given} out_scale; accepted: {accepted}")
-        if scale is not None and (
-            scale.shape not in ((), (1,))
-            or scale.dtype != torch.float32
-            or scale.device != self.device
-        ):
-            raise PlanMismatch(
-                f"out_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
-                f"torch.float32 of shape () or (1,) on {self.device}"
-            )
-
-    def _check_kv_scale(self, name: str, x: torch.Tensor | None) -> None:
-        if x is None:
-            return
-        if not self._fp8_format:
-            raise PlanMismatch(f"{name} is given for a cache of {self.kv_dtype}; accepted: None")
-        heads = self.geometry.num_kv_heads
-        fits = x.shape in ((), (1,), (heads,)) and x.is_contiguous()
-        if not fits or x.dtype != torch.float32 or x.device != self.device:
-            raise PlanMismatch(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; accepted: contiguous "
-                f"torch.float32 of shape (), (1,) or ({heads},) on {self.device}"
-            )
-
-    def _check_dtype(self, name: str, x: torch.Tensor) -> None:
-        if x.dtype != self.dtype or x.device != self.device:
-            raise PlanMismatch(
-                f"{name} is {x.dtype} on {x.device}; built for {self.dtype} on {self.device}"
-            )
 
 
 def _plain_maths(
@@ -809,7 +616,3 @@ def _aligned_rows(*tensors: torch.Tensor) -> bool:
         )
         for x in tensors
     )
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

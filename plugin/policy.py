@@ -20,6 +20,7 @@ DECODE_MAX_QUERY_LEN = 16
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 HEAD_DIM_WIDE = 512  # beside these
 PAGE_SIZE_STEP = 16
+PREFERRED_PAGE_SIZE = 64  # what vLLM is asked for: a key tile a page
 HOPPER_ROWS = 128  # of a tile of the Gluon prefill
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 MAX_GROUP_SIZE = 128

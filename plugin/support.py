@@ -210,7 +210,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "output_quant", "fp8 static output quantisation, fused", _never, native=True,
-        note="in prefill by the plain kernel, on Hopper too",
+        note="by the plain kernels: not asked for where the Gluon prefill serves a layer",
     ),
     Capability("connector", "KV connectors", lambda r: r.use_kv_connector, native=True),
     Capability(

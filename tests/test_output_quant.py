@@ -197,6 +197,26 @@ def test_layers_take_what_vllm_fuses():
 
 
 @pytest.mark.vllm
+def test_a_layer_with_the_gluon_prefill_is_not_fused(monkeypatch):
+    """The plain kernel would take its place, for the sake of one small kernel less."""
+    pytest.importorskip("vllm")
+    from test_builder import HEADS, KV_HEADS
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    from tilewise import policy
+    from tilewise.integration import impl as module
+
+    key = quant_utils.kFp8StaticTensorSym
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for arch, head_size, fused in ((90, 128, False), (90, 96, True), (100, 128, True)):
+        device = policy.Device(arch, 132, 227 * 1024)
+        monkeypatch.setattr(module, "describe", lambda _, device=device: device)
+        layer = module.TilewiseImpl(HEADS, head_size, 0.1, KV_HEADS, None, None, "auto")
+        assert layer.fused_output_quant_supported(key) is fused, (arch, head_size)
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("query_lens", [[1, 5], [20, 1]])
 def test_the_layer_passes_its_scale_on(query_lens, device):
     pytest.importorskip("vllm")

@@ -146,6 +146,8 @@ class FileSink:
     """Rewrites this process's file in one step, so that a reader never sees half of it."""
 
     def __init__(self, labels: dict[str, str]) -> None:
+        # Now: the variable may be gone when the thread writes.
+        self._folder = Path(os.environ[FOLDER_VARIABLE])
         self._labels = labels
         # Counts of each bucket, of what exceeds them all, and the sum. There from the start, or
         # Prometheus would not see the first values arrive.
@@ -163,14 +165,13 @@ class FileSink:
             bounds, cells = METRICS[name].buckets, self._histograms[name]
             cells[next((i for i, b in enumerate(bounds) if value <= b), len(bounds))] += 1
             cells[-1] += value
-        folder = Path(os.environ[FOLDER_VARIABLE])
         content = {
             "pid": os.getpid(),
             "labels": self._labels,
             "totals": [[name, dict(labels), value] for name, labels, value in totals],
             "histograms": self._histograms,
         }
-        path = folder / f"{os.getpid()}.json"
+        path = self._folder / f"{os.getpid()}.json"
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps(content), encoding="utf-8")
         os.replace(draft, path)

@@ -67,6 +67,7 @@ def _compile(
     aligned: Iterable[str],
     arch: int,
     num_warps: int,
+    **options: Any,
 ) -> Any:
     names = list(signature)
     signature |= dict.fromkeys(constants, "constexpr")
@@ -77,7 +78,7 @@ def _compile(
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     return triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps} | options
     )
 
 
@@ -194,7 +195,10 @@ def _compile_attention(
         constants |= _pieces(config)
     else:
         constants["BLOCK_Q"] = config.prefill_block_q
-    compiled = _compile(fn, signature, constants, _aligned(signature), arch, tiles.num_warps)
+    options = {"enable_fp_fusion": False} if kv_format(features) else {}
+    compiled = _compile(
+        fn, signature, constants, _aligned(signature), arch, tiles.num_warps, **options
+    )
     if kernel == "prefill" and tiles.lazy_rescale:
         _check_accumulators(compiled.asm["ttgir"], tiles)
     return compiled

@@ -511,5 +511,5 @@ def decode_attention(
         V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
-    options = {"launch_pdl": True} if pdl else {}
+    options = kv.options | ({"launch_pdl": True} if pdl else {})
     _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps, **options)

@@ -61,7 +61,7 @@ class Launcher:
             self._call(grid, args, constants, options)
             return
         device = triton.runtime.driver.active.get_current_device()
-        key = (device, *constants.values(), *options.values(), *map(_kind, args))
+        key = (device, *constants.values(), *options.items(), *map(_kind, args))
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*args, *constants.values())
@@ -177,6 +177,15 @@ class KvCache:
         """Page, head and slot stride of ``k`` or ``v``."""
         page, head, slot = x.stride()[:3]
         return (self.rows_per_page * slot if self.rows_per_page else page), head, slot
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """How kernels that read the cache are compiled.
+
+        An fp8 cache's scale may be anything, and so the logits large: a product that is rounded
+        in the maximum and not rounded in the difference would make weights of 2**(its rounding).
+        """
+        return {"enable_fp_fusion": False} if self.format else {}
 
     @property
     def constants(self) -> dict[str, str | int]:

@@ -310,4 +310,5 @@ def prefill_attention(
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
     )  # fmt: skip
-    _launch_prefill((max_tiles, kv.num_kv_heads, 1), args, constants, num_warps=num_warps)
+    grid = (max_tiles, kv.num_kv_heads, 1)
+    _launch_prefill(grid, args, constants, num_warps=num_warps, **kv.options)

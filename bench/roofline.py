@@ -194,13 +194,18 @@ def _measure_case(case: Case, entries: Any, args: argparse.Namespace, monitor: A
     return rows
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Read a result file.
+def load(
+    path: Path,
+    fields: Sequence[str] = ROOFLINE_FIELDS,
+    wanted: Sequence[str] = ("matmul_tflops", "copy_tbps"),
+    suite: str = "roofline",
+) -> tuple[dict[str, Any], list[Any]]:
+    """Read a result file: of this command, or of another that names its fields.
 
     Raises
     ------
     ValueError
-        If it is no result of this command.
+        If it is no such result.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -209,12 +214,11 @@ def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     faults = ["no object"] if not isinstance(result, dict) else []
-    faults = faults or report.schema_errors(result, ROOFLINE_FIELDS)
+    faults = faults or report.schema_errors(result, fields)
     if not faults:
-        wanted = ("matmul_tflops", "copy_tbps")
         faults = [f"no {key!r} in its env" for key in wanted if not result["env"].get(key)]
     if faults:
-        raise ValueError(f"{path} is no result of `tilewise bench roofline`: {faults[0]}")
+        raise ValueError(f"{path} is no result of `tilewise bench {suite}`: {faults[0]}")
     return result["env"], result["rows"]
 
 

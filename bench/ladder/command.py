@@ -26,22 +26,11 @@ SUITE = "ladder"
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of ``tilewise bench ladder``."""
-    parser = argparse.ArgumentParser(
-        prog="tilewise bench ladder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit codes: 0; 1 if a result failed the correctness gate, or with --check if the "
-        "page is stale; 2 for a wrong command line or no GPU.",
+    codes = (
+        "Exit codes: 0; 1 if a result failed the correctness gate, or with --check if the page is "
+        "stale; 2 for a wrong command line or no GPU."
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", default=Path("ladder.json"),
-        help="result file; the plot lies beside it as PNG (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--from", type=Path, metavar="FILE.json", dest="source",
-        help="measure nothing: show and plot this result file again",
-    )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the plot goes")
+    parser = report.result_parser(SUITE, str(__doc__), codes, "ladder.json", 10.0, 3)
     parser.add_argument(
         "--doc", type=Path, metavar="FILE.md",
         help="write the measured section of this page (docs/ladder.md)",
@@ -55,14 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--no-counters", action="store_true", help="do not start ncu")
     parser.add_argument("--no-sweep", action="store_true", help="no occupancy against speed")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each kernel (%(default)s)")
-    parser.add_argument("--burst-ms", type=float, default=10.0, help="of a turn (%(default)s)")
     parser.add_argument(
         "--budget-seconds", type=float, default=50.0,
         help="begin no counters and no part of the sweep after this (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -199,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tilewise.bench.ladder import tables
 
     print(report.result_text(env, rows) if args.json else tables.terminal(env, rows))
-    _plot(args, env, rows)
+    report.plot_result(args, lambda: draw(env, rows))
     code = EXIT_OK
     for row in rows:
         if str(row.get("error", "")).startswith("gate"):
@@ -210,21 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _plot(args: argparse.Namespace, env: dict[str, Any], rows: Sequence[report.Row]) -> None:
-    """Write the PNG, if there is what draws it."""
-    path = args.plot or (args.source or args.out).with_suffix(".png")
-    try:
-        from tilewise.bench.ladder.plot import ladder
-        from tilewise.bench.plots import to_png
-    except ModuleNotFoundError as error:
-        if args.source is not None or error.name != "matplotlib":
-            raise
-        # What was measured is on disk, and a machine with a GPU may lack what plots.
-        print("no plot: it needs matplotlib; --from plots the file elsewhere", file=sys.stderr)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_png(ladder(env, rows), path)
-    print(f"plot: {path}", file=sys.stderr)
+def draw(env: dict[str, Any], rows: Sequence[report.Row]) -> Any:
+    """Return the plot."""
+    from tilewise.bench.ladder.plot import ladder
+
+    return ladder(env, rows)
 
 
 def write_doc(

@@ -76,8 +76,9 @@ def measure(count: int, timeout: float) -> tuple[list[Counted], str | None]:
         log = Path(folder) / "ncu.csv"
         try:
             done = subprocess.run(
-                command(ncu, log), capture_output=True, text=True, timeout=timeout, check=False
-            )
+                command(ncu, log), capture_output=True, text=True, timeout=timeout, check=False,
+                env=os.environ | {"PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return [], f"ncu took more than the {timeout:.0f} s that were left"
         except OSError as error:

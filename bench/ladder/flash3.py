@@ -53,7 +53,10 @@ def count(problem: Problem, device: str | torch.device) -> Bytes:
     p, config = problem, _config(problem, device)
     block_n = (config.hopper_prefill or config.prefill).block_n
     rows = HALF * p.heads * p.dim * 2 * p.queries
-    keys = HALF * p.heads * p.dim * 2 * p.walked_keys(config.prefill_block_q, block_n)
+    # The copy engine brings whole tiles.
+    whole = config.prefill.use_tma or config.hopper_prefill is not None
+    walked = p.walked_keys(config.prefill_block_q, block_n, whole)
+    keys = HALF * p.heads * p.dim * 2 * walked
     return Bytes(rows + keys, p.io_bytes, p.io_bytes)
 
 

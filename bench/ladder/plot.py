@@ -86,13 +86,15 @@ def _roof(axes: Any, env: dict[str, Any], rungs: Sequence[dict[str, Any]]) -> No
 
 def _sweep(axes: Any, name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draw rate against occupancy, a point for each shape of a kernel."""
-    for warps, marker in zip(sorted({row["warps"] for row in rows}), "vosD^PX*", strict=False):
-        of_warps = [row for row in rows if row["warps"] == warps]
+    shapes = sorted({(row["rows"], row["warps"]) for row in rows})
+    for shape, marker in zip(shapes, "vosD^PX*", strict=False):
+        alike = [row for row in rows if (row["rows"], row["warps"]) == shape]
         axes.plot(
-            [100 * row["occupancy"] for row in of_warps], [row["rate"] for row in of_warps],
-            marker, linestyle="none", markersize=7, label=f"{warps} warps",
+            [100 * row["occupancy"] for row in alike], [row["rate"] for row in alike],
+            marker, linestyle="none", markersize=7,
+            label=f"{shape[1]} warps" + (f", {shape[0]} rows" if shape[0] > 1 else ""),
         )  # fmt: skip
-        for row in of_warps:
+        for row in alike:
             if row["stages"] is not None:
                 axes.annotate(
                     f"{row['stages']}", (100 * row["occupancy"], row["rate"]), xytext=(5, 3),

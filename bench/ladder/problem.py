@@ -91,10 +91,13 @@ class Problem:
         """Key tiles without skipping."""
         return self.heads * cdiv(self.queries, block_m) * cdiv(self.keys, block_n)
 
-    def walked_keys(self, block_m: int, block_n: int) -> int:
-        """Rows of K (and of V) that the query tiles of one head read, together."""
+    def walked_keys(self, block_m: int, block_n: int, whole: bool = False) -> int:
+        """Rows of K (and of V) that the query tiles of one head read, together.
+
+        With ``whole`` tiles at the end of the keys count as if they were full.
+        """
         ends = (cdiv(end, block_n) * block_n for _, end in self.tiles(block_m))
-        return sum(min(end, self.keys) for end in ends)
+        return sum(end if whole else min(end, self.keys) for end in ends)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ RUNGS = (
 )  # fmt: skip
 FIGURES = ("figure", "problem", "predicted", "measured", "how")
 SWEEP = (
-    "kernel", "warps", "stages", "registers", "spills", "shared memory", "programs an SM",
+    "kernel", "rows", "warps", "stages", "registers", "spills", "shared memory", "programs an SM",
     "bound by", "occupancy", "time", "rate",
 )  # fmt: skip
 BEGIN, END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
@@ -77,7 +77,7 @@ def sweep_cells(row: report.Row) -> list[str]:
     share = "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}"
     rate = "-" if row["rate"] is None else f"{row['rate']:.3g} {row['unit']}"
     time = row["error"] if row.get("error") else duration(row["median_us"])
-    plain = (text(row[key]) for key in ("warps", "stages", "registers", "spills"))
+    plain = (text(row[key]) for key in ("rows", "warps", "stages", "registers", "spills"))
     return [
         row["name"], *plain, size(row["shared_bytes"]), text(row["programs"]), text(row["limit"]),
         share, time, rate,

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tilewise.bench.ladder import flash1, flash2, flash3, naive, rmsnorm, softma
 from tilewise.bench.ladder.figures import skipped_share, traffic_ratio
 from tilewise.bench.ladder.problem import Built, Matrix, Memory, Problem
 from tilewise.bench.ladder.rungs import MEASURED, SMOKE, rungs
+from tilewise.bench.resources import LIMITS, occupancy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PAD = 8
@@ -163,7 +165,9 @@ def asked(monkeypatch):
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def add(pointers, mask):
-        total[0] += int(np.sum(np.asarray(mask.data))) * (pointers.get_element_ty().primitive_bitwidth // 8)
+        total[0] += int(np.sum(np.asarray(mask.data))) * (
+            pointers.get_element_ty().primitive_bitwidth // 8
+        )
 
     def counting_load(self, pointers, mask, *rest, **options):
         add(pointers, mask)
@@ -289,3 +293,27 @@ def test_rungs_replay_in_a_graph(index):
     graph.replay()
     torch.cuda.synchronize()
     assert built.error() < 2e-3
+
+
+def test_the_chapter_states_what_the_formulas_give():
+    text = " ".join((Path(__file__).parent.parent / "docs" / "ladder.md").read_text().split())
+    long, full, one = MEASURED.long, MEASURED.full, MEASURED.one_query
+    assert (long.keys, full.keys, one.keys, MEASURED.splits) == (65536, 8192, 65536, 32)
+    naive_full, flash_full = naive.count(full), flash2.count(full)
+    partials = 8 * MEASURED.splits * (one.dim + 2) / (4 * one.keys * one.dim)
+    programs, _ = occupancy(90, 128, 255, 0)
+    stated = [
+        f"At 65,536 tokens it takes {long.score_bytes / 1e9:.1f} GB a head",
+        f"take {flash2.count(long).held / 1e6:.0f} MB;",
+        f"32 heads would need {32 * long.score_bytes / 1e9:.0f} GB",
+        f"{flash1.count(full).traffic / flash_full.traffic:.1f} times the traffic of the next rung",
+        f"{traffic_ratio(full):.2f} at 8,192 tokens",
+        f"the ratio is {naive_full.traffic / flash_full.traffic:.1f}. Counted at DRAM alike",
+        f"it is {naive_full.least / flash_full.least:.0f}. One idea",
+        f"{100 * skipped_share(MEASURED.causal, flash2.Tiles()):.1f} % are never visited",
+        f"are {100 * partials:.1f} % of the traffic",
+        f"{round(full.flops / naive_full.least)} at `D = 64`",
+        f"two such programs fit into an SM: {programs * 4} warps of {LIMITS[90].warps}",
+    ]
+    assert programs == 2
+    assert [words for words in stated if words not in text] == []

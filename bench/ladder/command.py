@@ -84,11 +84,11 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, An
     sizes = SMOKE if args.smoke else MEASURED
     ladder = rungs(sizes, device)
     rows = rung_measure.measure(ladder, run)
+    # Counters last of what takes long: they may not be allowed, and nothing may run beside them.
+    swept = sweep.measure(sizes, run) if timed and not args.no_sweep else []
     if timed:
         env["counters"] = _count(rows, run, args.no_counters)
-    rows += figures.measure(sizes, run, rows)
-    if timed and not args.no_sweep:
-        rows += sweep.measure(sizes, run)
+    rows += [*figures.measure(sizes, run, rows), *swept]
     env |= {
         "clocks": monitor.summary(), "skipped": run.skipped,
         "seconds": round(time.monotonic() - begin, 1),
@@ -191,7 +191,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row['name']}: {row['error']}", file=sys.stderr)
             code = EXIT_GATE
     if args.doc is not None:
-        code = max(code, write_doc(args.doc, args.source or args.out, env, rows, args.check))
+        try:
+            stale = write_doc(args.doc, args.source or args.out, env, rows, args.check)
+        except (OSError, ValueError) as error:
+            print(f"{args.doc}: {error}", file=sys.stderr)
+            return EXIT_USAGE
+        code = max(code, stale)
     return code
 
 

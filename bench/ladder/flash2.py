@@ -9,7 +9,7 @@ the sum is kept *unnormalised*:
     o = acc / l                         once, after the last key
 
 which saves a multiplication and a division of the accumulators for every tile of keys, work for
-units that are sixteen times slower than the tensor cores. Per row it writes ``lse = m + log(l)``:
+units some fifteen times slower than the tensor cores. Per row it writes ``lse = m + log(l)``:
 all that is needed to compute weights again, or to join this result with one over other keys
 (``split_kv``).
 

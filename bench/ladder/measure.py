@@ -54,10 +54,11 @@ class Run:
         """Seconds to the deadline."""
         return self.deadline - time.monotonic()
 
-    def timer(self, built: Built, graph_ms: float = 10.0) -> GraphTimer:
-        """Return a graph of the rung's launches."""
+    def timer(self, built: Built) -> GraphTimer:
+        """Return a graph of the rung's launches: one of those that take milliseconds."""
         one = estimate_us(built.call, self.device)
-        return GraphTimer([built.call], layers_for(one, 16, 1, graph_ms), self.monitor)
+        launches = layers_for(one, 16, 1, graph_ms=10.0) if one < 2500 else 1
+        return GraphTimer([built.call], launches, self.monitor)
 
 
 def run_and_weigh(rung: Rung, run: Run) -> tuple[Built, int | None]:

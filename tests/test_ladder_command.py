@@ -7,19 +7,30 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'tilewise[bench]')")
 pytest.importorskip("rich", reason="needs rich (pip install 'tilewise[bench]')")
 
 import browser
 
-from tilewise.bench import report, roofline
-from tilewise.bench.ladder import command, counters, figures, flash2, measure, sweep, tables
+from tilewise.bench import report, roofline, timing
+from tilewise.bench.ladder import (
+    command,
+    counters,
+    figures,
+    flash2,
+    measure,
+    rmsnorm,
+    sweep,
+    tables,
+)
 from tilewise.bench.ladder.plot import ladder as draw
-from tilewise.bench.ladder.rungs import MEASURED, rungs
+from tilewise.bench.ladder.rungs import MEASURED, SMOKE, rungs
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -318,15 +329,69 @@ def test_a_machine_without_ncu(monkeypatch, tmp_path):
 
 def test_footprint():
     class Compiled:
-        n_regs, n_spills = 128, 0
-
-        class metadata:
-            shared = 100_000
+        n_regs, n_spills, metadata = 128, 0, SimpleNamespace(shared=100_000)
 
     row = sweep.footprint(Compiled, 8, 90)
     # 65536 registers hold two programs of 256 threads; so does the shared memory.
     assert (row["programs"], row["limit"], row["occupancy"]) == (2, "registers", 0.25)
     assert "programs" not in sweep.footprint(Compiled, 8, 75)
+
+
+class HostRun(measure.Run):
+    """Takes times on the CPU: they mean nothing, but go the way that a GPU's do."""
+
+    def timer(self, built):
+        return timing.HostTimer([built.call], 1)
+
+
+@pytest.fixture
+def host_run(device):
+    return HostRun(device, True, rounds=1, burst_ms=0.0, deadline=math.inf)
+
+
+def test_timed_rungs_have_rates(host_run):
+    ladder = [r for r in rungs(SMOKE, host_run.device) if r.kind in ("softmax", "one query")]
+    rows = measure.measure(ladder, host_run)
+    assert [row["name"] for row in rows] == [rung.name for rung in ladder]
+    for row in rows:
+        assert set(measure.RUNG_FIELDS) <= set(row)
+        assert row["tflops"] == pytest.approx(row["flops"] / row["median_us"] / 1e6, abs=1e-3)
+        assert row["samples"] >= 1
+        assert row["bytes"] <= row["traffic_bytes"]
+
+
+def test_the_sweep_says_what_each_shape_takes(host_run, monkeypatch):
+    class Compiled:
+        n_regs, n_spills, metadata = 128, 0, SimpleNamespace(shared=65536)
+
+    def compiled(launcher, fails):
+        def call(*args):
+            if fails(args):
+                raise OutOfResources(300_000, 232_448, "shared memory")
+            launcher(*args)
+            return Compiled
+
+        return call
+
+    many = sweep.FLASH2[-1]
+    is_last = lambda args: (args[6].num_warps, args[6].num_stages) == many[1:]  # noqa: E731
+    monkeypatch.setattr(flash2, "attention", compiled(flash2.attention, is_last))
+    monkeypatch.setattr(rmsnorm, "rmsnorm", compiled(rmsnorm.rmsnorm, lambda _: False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    rows = sweep.measure(SMOKE, host_run)
+    assert len(rows) == len(sweep.FLASH2) + len(sweep.RMSNORM)
+    for row in rows:
+        assert set(sweep.SWEEP_FIELDS) <= set(row)
+        if (row["rows"], row["warps"], row["stages"]) == many:
+            assert "out of resource" in row["error"]
+            continue
+        assert row["median_us"] > 0
+        # 65536 registers over 128 a thread: 512 threads, 16 warps of 64; shared memory holds three.
+        warps = min(512 // (32 * row["warps"]), 3) * row["warps"]
+        assert row["occupancy"] == pytest.approx(warps / 64, abs=1e-4)
+    host_run.deadline = 0.0
+    assert all("budget" in row["error"] for row in sweep.measure(SMOKE, host_run))
+    assert len(host_run.skipped) == len(rows)
 
 
 def compiled_variants(arch: int) -> list[list]:

@@ -3,8 +3,11 @@
 Each rung is a short kernel under bench/ladder/ with its mathematics. For each the command says what
 bytes the formulas predict, what Nsight Compute counts (where ``ncu`` is there and allowed; "-"
 elsewhere), what memory it takes at its peak, its time, and its place below the measured roof; then
-the figures that people quote about FlashAttention, and occupancy against speed. On an H200 the
-whole takes less than a minute. docs/ladder.md is the chapter that goes with it.
+the figures that people quote about FlashAttention, and occupancy against speed. docs/ladder.md is
+the chapter that goes with it.
+
+Counters and the sweep get what is left of --budget-seconds. A second run on a machine has nothing
+left to compile, and more time for them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,68 @@ PACKAGES = {
     "flashinfer": "flashinfer-python",
     "tilewise": "tilewise",
 }
+
+
+def result_parser(
+    suite: str, about: str, codes: str, out: str, burst_ms: float, rounds: int
+) -> argparse.ArgumentParser:
+    """Return the command line of a suite that writes one result file and one plot.
+
+    Parameters
+    ----------
+    suite : str
+        Word after ``tilewise bench``.
+    about, codes : str
+        Text for ``--help``: what it does, and its exit codes.
+    out, burst_ms, rounds
+        Defaults of the options of these names.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"tilewise bench {suite}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=codes,
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", default=Path(out),
+        help="result file; the plot lies beside it as PNG (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", type=Path, metavar="FILE.json", dest="source",
+        help="measure nothing: show and plot this result file again",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the plot goes")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="turns of each kernel (%(default)s)"
+    )
+    parser.add_argument("--burst-ms", type=float, default=burst_ms, help="of a turn (%(default)s)")
+    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def plot_result(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
+    """Write the PNG that a line of `result_parser` asks for, if there is what draws it.
+
+    Parameters
+    ----------
+    draw : callable
+        Imports what it needs and returns the figure.
+    """
+    path = args.plot or (args.source or args.out).with_suffix(".png")
+    try:
+        from tilewise.bench.plots import to_png
+
+        figure = draw()
+    except ModuleNotFoundError as error:
+        if args.source is not None or error.name != "matplotlib":
+            raise
+        # What was measured is on disk, and a machine with a GPU may lack what plots.
+        print("no plot: it needs matplotlib; --from plots the file elsewhere", file=sys.stderr)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_png(figure, path)
+    print(f"plot: {path}", file=sys.stderr)
 
 
 def version_of(distribution: str) -> str | None:

@@ -79,22 +79,11 @@ def make_row(name: str, kind: str, case: str, work: Work, median_us: float) -> r
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of ``tilewise bench roofline``."""
-    parser = argparse.ArgumentParser(
-        prog="tilewise bench roofline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit codes: 0; 1 if a result failed the correctness gate; 2 for a wrong command "
-        "line or no GPU.",
+    codes = (
+        "Exit codes: 0; 1 if a result failed the correctness gate; 2 for a wrong command line or "
+        "no GPU."
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", default=Path("roofline.json"),
-        help="result file; the plot lies beside it as PNG (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--from", type=Path, metavar="FILE.json", dest="source",
-        help="measure nothing: plot this result file again",
-    )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the plot goes")
+    parser = report.result_parser("roofline", str(__doc__), codes, "roofline.json", 20.0, 5)
     parser.add_argument(
         "--prefill", default="pf_8x2k", metavar="CASE",
         help="whole prompts of one length, a name of `bench kernels --list` (%(default)s)",
@@ -102,10 +91,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--decode", default="dec_b64_8k", metavar="CASE", help="(default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel (%(default)s)")
-    parser.add_argument("--burst-ms", type=float, default=20.0, help="of a turn (%(default)s)")
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -194,13 +179,18 @@ def _measure_case(case: Case, entries: Any, args: argparse.Namespace, monitor: A
     return rows
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Read a result file.
+def load(
+    path: Path,
+    fields: Sequence[str] = ROOFLINE_FIELDS,
+    wanted: Sequence[str] = ("matmul_tflops", "copy_tbps"),
+    suite: str = "roofline",
+) -> tuple[dict[str, Any], list[Any]]:
+    """Read a result file: of this command, or of another that names its fields.
 
     Raises
     ------
     ValueError
-        If it is no result of this command.
+        If it is no such result.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -209,12 +199,11 @@ def load(path: Path) -> tuple[dict[str, Any], list[Any]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     faults = ["no object"] if not isinstance(result, dict) else []
-    faults = faults or report.schema_errors(result, ROOFLINE_FIELDS)
+    faults = faults or report.schema_errors(result, fields)
     if not faults:
-        wanted = ("matmul_tflops", "copy_tbps")
         faults = [f"no {key!r} in its env" for key in wanted if not result["env"].get(key)]
     if faults:
-        raise ValueError(f"{path} is no result of `tilewise bench roofline`: {faults[0]}")
+        raise ValueError(f"{path} is no result of `tilewise bench {suite}`: {faults[0]}")
     return result["env"], result["rows"]
 
 
@@ -246,27 +235,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report.result_text(env, rows))
     else:
         print_table(env, rows)
-    try:
-        write_plot(args.plot or (args.source or args.out).with_suffix(".png"), env, rows)
-    except ModuleNotFoundError as error:
-        if args.source is not None or error.name != "matplotlib":
-            raise
-        # What was measured is on disk, and a machine with a GPU may lack what plots.
-        print("no plot: it needs matplotlib; --from plots the file elsewhere", file=sys.stderr)
+    report.plot_result(args, lambda: draw(env, rows))
     wrong = [row for row in rows if row.get("error")]
     for row in wrong:
         print(f"{row['name']}: {row['error']}", file=sys.stderr)
     return EXIT_GATE if wrong else EXIT_OK
 
 
-def write_plot(path: Path, env: dict[str, Any], rows: Sequence[report.Row]) -> None:
-    """Write the PNG."""
-    from tilewise.bench.plots import to_png
+def draw(env: dict[str, Any], rows: Sequence[report.Row]) -> Any:
+    """Return the plot."""
     from tilewise.bench.roofline_plot import roofline
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_png(roofline(env, rows), path)
-    print(f"plot: {path}", file=sys.stderr)
+    return roofline(env, rows)
 
 
 def print_table(env: dict[str, Any], rows: Sequence[report.Row]) -> None:

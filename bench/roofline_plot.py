@@ -33,42 +33,48 @@ def roofline(env: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Figure:
     rows : sequence of dict
         Of `roofline.make_row`; those with an ``error`` are left out.
     """
-    matmul, copy = env["matmul_tflops"], env["copy_tbps"]
-    ridge = matmul / copy
-    left, right, low, high = limits(env, rows)
     with matplotlib.rc_context(STYLE):
         figure = new_figure(9.0, 6.8)
         axes = figure.subplots()
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(left, right)
-        axes.set_ylim(low, high)
-        axes.plot([left, ridge, right], [left * copy, matmul, matmul], color=INK, linewidth=1.6)
-        axes.plot([ridge, ridge], [low, matmul], ":", color=INK, linewidth=1)
-        axes.annotate(
-            f"ridge {ridge:.0f} FLOP/byte", (ridge, low), xytext=(6, 8),
-            textcoords="offset points", fontsize=9,
-        )  # fmt: skip
-        axes.annotate(
-            f"matmul {matmul:g} TFLOP/s", (right, matmul), xytext=(-6, 6),
-            textcoords="offset points", fontsize=9, ha="right",
-        )  # fmt: skip
-        middle = (left * min(ridge, right)) ** 0.5
-        axes.annotate(
-            f"copy {copy:g} TB/s", (middle, middle * copy), xytext=(-8, 8),
-            textcoords="offset points", fontsize=9, ha="right",
-        )  # fmt: skip
+        draw_ceilings(axes, env, rows)
+        matmul, copy = env["matmul_tflops"], env["copy_tbps"]
         for number, row in enumerate(r for r in rows if not r.get("error")):
             _point(axes, number, row, min(matmul, row["intensity"] * copy))
-        axes.set_xlabel("arithmetic intensity: useful FLOP per byte moved")
-        axes.set_ylabel("useful TFLOP/s")
         gpu = env.get("gpu") or "GPU unknown"
         axes.set_title(
             f"Roofline, {gpu}, torch {env.get('torch')}, {str(env.get('date'))[:10]}", fontsize=10
         )
         figure.legend(loc="outside lower center", ncols=1, fontsize=9)
-        axes.grid(color=INK, alpha=0.15, linewidth=0.8)
     return figure
+
+
+def draw_ceilings(axes: Any, env: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Draw slope, ridge and roof with room for the points of `rows`, and name the axes."""
+    matmul, copy = env["matmul_tflops"], env["copy_tbps"]
+    ridge = matmul / copy
+    left, right, low, high = limits(env, rows)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    axes.plot([left, ridge, right], [left * copy, matmul, matmul], color=INK, linewidth=1.6)
+    axes.plot([ridge, ridge], [low, matmul], ":", color=INK, linewidth=1)
+    axes.annotate(
+        f"ridge {ridge:.0f} FLOP/byte", (ridge, low), xytext=(6, 8),
+        textcoords="offset points", fontsize=9,
+    )  # fmt: skip
+    axes.annotate(
+        f"matmul {matmul:g} TFLOP/s", (right, matmul), xytext=(-6, 6),
+        textcoords="offset points", fontsize=9, ha="right",
+    )  # fmt: skip
+    middle = (left * min(ridge, right)) ** 0.5
+    axes.annotate(
+        f"copy {copy:g} TB/s", (middle, middle * copy), xytext=(-8, 8),
+        textcoords="offset points", fontsize=9, ha="right",
+    )  # fmt: skip
+    axes.set_xlabel("arithmetic intensity: useful FLOP per byte moved")
+    axes.set_ylabel("useful TFLOP/s")
+    axes.grid(color=INK, alpha=0.15, linewidth=0.8)
 
 
 def _point(axes: Any, number: int, row: dict[str, Any], ceiling: float) -> None:

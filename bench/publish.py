@@ -39,6 +39,23 @@ def kernel_section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def earlier_runs(folder: Path, newest: dict[str, Any]) -> list[str]:
+    """Return a sentence for each older ``kernels_*.json`` that holds what the newest leaves out."""
+    found = []
+    shown = {kind: {row[kind] for row in newest["rows"]} for kind in ("case", "provider")}
+    for path in sorted(folder.glob("kernels_*.json")):
+        old = json.loads(path.read_text(encoding="utf-8"))
+        more = {kind: {row[kind] for row in old["rows"]} - names for kind, names in shown.items()}
+        names = [HEADINGS[p] for p in HEADINGS if p in more["provider"]]
+        names += [case.name for case in CASES if case.name in more["case"]]
+        if names:
+            found.append(
+                f"`bench/results/{folder.name}/{path.name}` (commit "
+                f"{str(old['env']['commit'])[:10]}) has, besides older figures: {', '.join(names)}."
+            )
+    return found
+
+
 def serve_section(result: dict[str, Any]) -> str:
     """Return a markdown table of medians for each workload and backend."""
     lines = [
@@ -94,6 +111,7 @@ def section(folder: Path) -> str:
             "",
             kernel_section(kernels),
             "",
+            *(line for text in earlier_runs(folder, kernels) for line in (text, "")),
             f"**`vllm bench serve`**, Llama 3.1 8B shape, {runs_text(serve)}. "
             f"{describe(serve['env'])} From {where}/serve.json`. "
             f"Command: `{serve['env']['command']}`.",

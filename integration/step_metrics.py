@@ -115,9 +115,11 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `policy.kv_splits` has
         it for the whole batch.
     """
-    total = items = 0
+    total = items = blocks = 0
     spans: list[tuple[int, int, int]] = []
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        if query_len > policy.DECODE_MAX_QUERY_LEN:
+            blocks += policy.prefill_blocks(query_len, seq_len, config)
         if not 0 < query_len <= policy.DECODE_MAX_QUERY_LEN:
             continue
         units = policy.decode_units(query_len, seq_len, config)
@@ -125,7 +127,7 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         spans.append((total, total + units, units // count))
         total += units
         items += count
-    active = policy.active_workers(total, items, config)
+    active = policy.decode_workers(len(query_lens), total, items, blocks, config)
     if config.pieces is not None:
         lengths = (length for _, _, length in spans[:SAMPLE_REQUESTS])
         return [config.pieces.count(length - config.item_overhead) for length in lengths]

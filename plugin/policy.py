@@ -629,6 +629,22 @@ def active_workers(total: int, items: int, config: Config, most: int = 0) -> int
     return workers
 
 
+def prefill_blocks(query_len: int, seq_len: int, config: Config) -> int:
+    """Blocks of 128 keys that the tiles of one prefill walk, for each KV head; about."""
+    return cdiv(query_len, config.prefill_block_q) * cdiv(2 * seq_len - query_len, 256)
+
+
+def decode_workers(num_reqs: int, total: int, items: int, blocks: int, config: Config) -> int:
+    """How many workers decode a batch of ``total`` units and ``items``, and prefill blocks beside.
+
+    ``blocks`` are those of one KV head.
+    """
+    most = most_workers(num_reqs, config)
+    if blocks and config.beside[1]:
+        most = workers_beside(total, blocks * config.geometry.num_kv_heads, config)
+    return active_workers(total, items, config, most)
+
+
 def first_unit(worker: int, total: int, active: int) -> int:
     """Where a worker's stretch starts; the stretches are as equal as integers allow."""
     return worker * total // active
@@ -694,16 +710,13 @@ def plan_batch(
         )
         if query_len > DECODE_MAX_QUERY_LEN or meets:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
-            blocks += cdiv(query_len, block_q) * cdiv(2 * seq_len - query_len, 256)
+            blocks += prefill_blocks(query_len, seq_len, config)
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)
             items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    most = most_workers(len(query_lens), config)
-    if tiles and config.beside[1]:
-        most = workers_beside(total, blocks * config.geometry.num_kv_heads, config)
-    active = active_workers(total, items, config, most)
+    active = decode_workers(len(query_lens), total, items, blocks, config)
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

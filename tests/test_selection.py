@@ -57,9 +57,6 @@ ACCEPTED = {
 # Case, who takes it, and the reason that tilewise gives.
 FALLBACK = {
     # A feature of ours is still asked of whoever takes the layer for another one.
-    "sinks_d512_with_xqa": (
-        {"has_sink": True, "head_size": 512, "xqa": True}, "FLASHINFER", "(512; tilewise",
-    ),
     "sinks_d8_offline": ({"has_sink": True, "head_size": 8}, "FLASH_ATTN", "(8; tilewise"),
     "int8_kv": ({"kv_cache_dtype": "int8_per_token_head"}, "TRITON_ATTN", "supported (int8"),
     "turboquant": ({"kv_cache_dtype": "turboquant_k8v4"}, "TURBOQUANT", "supported (turboq"),

@@ -79,6 +79,8 @@ def plot_result(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
 
     Parameters
     ----------
+    args : argparse.Namespace
+        Its ``plot``, ``source`` and ``out``.
     draw : callable
         Imports what it needs and returns the figure.
     """

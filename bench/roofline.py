@@ -187,6 +187,16 @@ def load(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Read a result file: of this command, or of another that names its fields.
 
+    Parameters
+    ----------
+    path : Path
+    fields : sequence of str
+        What every row must have.
+    wanted : sequence of str
+        What the environment must have, and not empty.
+    suite : str
+        Word after ``tilewise bench``, for messages.
+
     Raises
     ------
     ValueError

@@ -142,9 +142,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         impls = _group_impls(layer_names, vllm_config)
         self.is_encoder = _is_encoder(kv_cache_spec, impls)
         self.is_cross = any(impl.is_cross for impl in impls.values())
-        # With DCP a rank's key counts lie in another tensor than the plan reads.
+        # With DCP a rank's key counts lie in another tensor than the plan reads; batches that are
+        # rewritten in `build` would not be rewritten again.
         dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
-        self.supports_draft_decode_metadata_update = dcp == 1 and not self.is_encoder
+        rewritten = self.is_encoder or self.is_cross or not self.is_captured
+        self.supports_draft_decode_metadata_update = dcp == 1 and not rewritten
         for impl in impls.values():
             impl.keep_through_sleep()
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)

@@ -180,15 +180,17 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
                     impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross,
                     new_pads=new_pads, many=many, **alone,
                 )  # fmt: skip
+                scales: list[torch.Tensor | None] = [None]
                 if builder.quantises_output:
-                    scale = torch.ones(1, dtype=torch.float32, device=attn.device)
+                    scales.append(torch.ones(1, dtype=torch.float32, device=attn.device))
+                all_spans: list[torch.Tensor | None] = [None]
+                if self_check.has_spans(impl, layer):
+                    all_spans.append(self_check.make_spans(batch, attn.device))
+                for scale, spans in list(itertools.product(scales, all_spans))[1:]:
                     self_check.attend(
                         impl, layer, attn, kv_cache, first, batch, pad,
-                        causal=not impl.is_cross, output_scale=scale,
+                        causal=not impl.is_cross, output_scale=scale, spans=spans,
                     )  # fmt: skip
-                if self_check.has_spans(impl, layer):
-                    spans = self_check.make_spans(batch, attn.device)
-                    self_check.attend(impl, layer, attn, kv_cache, first, batch, pad, spans=spans)
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

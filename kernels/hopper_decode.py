@@ -517,7 +517,7 @@ def hopper_decode_attention(
     Parameters
     ----------
     num_programs : int
-        Persistent programs: one an SM, and the most workers that the plan may have.
+        Persistent programs: one an SM.  A plan for more workers leaves some of them several.
     block_m : int
         Rows of an item, 16 to 64, as the plan has them.
     block_n, num_stages : int

@@ -329,6 +329,19 @@ _HOPPER_TILES = {
 }
 
 
+def _why_no_gluon(geometry: Geometry, device: Device) -> str | None:
+    """What both Gluon kernels ask of a device and of dtypes; None where it is there."""
+    if device.interpreted:
+        return "kernels in Gluon do not run in Triton's interpreter"
+    if device.arch != 90:
+        return f"compute capability {device.arch / 10} (accepted: 9.0)"
+    if geometry.element_size != 2:
+        return f"{geometry.element_size} bytes an element (accepted: 2)"
+    if geometry.kv_element_size != 2:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    return None
+
+
 def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str | None:
     """Why the Gluon prefill does not serve a layer, or None where it does.
 
@@ -345,14 +358,8 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
         What the layer or the device has, and what is accepted.
     """
     group, page = geometry.group_size, geometry.page_size
-    if device.interpreted:
-        return "kernels in Gluon do not run in Triton's interpreter"
-    if device.arch != 90:
-        return f"compute capability {device.arch / 10} (accepted: 9.0)"
-    if geometry.element_size != 2:
-        return f"{geometry.element_size} bytes an element (accepted: 2)"
-    if geometry.kv_element_size != 2:
-        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if (why := _why_no_gluon(geometry, device)) is not None:
+        return why
     if geometry.head_dim not in _HOPPER_TILES:
         return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
     if group > HOPPER_ROWS // 2:
@@ -386,14 +393,8 @@ def why_not_hopper_decode(geometry: Geometry, device: Device, decode: Tiles) -> 
         What the layer or the device has, and what is accepted.
     """
     group = geometry.group_size
-    if device.interpreted:
-        return "kernels in Gluon do not run in Triton's interpreter"
-    if device.arch != 90:
-        return f"compute capability {device.arch / 10} (accepted: 9.0)"
-    if geometry.element_size != 2:
-        return f"{geometry.element_size} bytes an element (accepted: 2)"
-    if geometry.kv_element_size != 2:
-        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if (why := _why_no_gluon(geometry, device)) is not None:
+        return why
     if geometry.head_dim != 128:
         # Four plain programs an SM read heads of 64 faster (bench/NOTES.md).
         return f"head_dim {geometry.head_dim} (accepted: 128)"

@@ -350,7 +350,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "dcp", "decode context parallelism", lambda r: r.use_dcp, "DCP not supported",
-        native=True, targets=("FLASHINFER", "FLASH_ATTN"),
+        native=True, targets=("FLASHINFER", "FLASH_ATTN"), note="with vLLM 0.33",
     ),
     Capability(
         "dcp_places", "decode context parallelism with a sliding window, chunks, ALiBi, "

@@ -177,6 +177,8 @@ def test_cut_batches_are_planned_as_they_are(mode, device):
     case = CASES[0]
     builder = make_builder(case, device, mode=mode)
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    # A drafter's later steps are cut anew, and so built anew.
+    assert not builder.supports_draft_decode_metadata_update
     assert CUDAGraphMode[mode].has_full_cudagraphs()
     batch = metadata_of(make_batch(case, device))
     assert builder.build(0, batch).plan.max_prefill_tiles == 0

@@ -48,6 +48,7 @@ LAYERS = {
     "quantised": {"quantised": True},
     "quantised_fp8": {"quantised": True, "kv_cache_dtype": "fp8", "arch": 80},
     "images": {"images": True, "head_size": 256, "window": 1024},
+    "images_quantised": {"images": True, "quantised": True, "arch": 80},
     "images_ampere": {"images": True, "arch": 80, "page": 16},
     # Heads of which 16 elements are no divisor: rows may be divisible, or not.
     "odd_heads_72": {"heads": [9, 3], "head_size": 72},

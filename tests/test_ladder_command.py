@@ -181,6 +181,11 @@ def test_the_page_gets_its_section(known, tmp_path, capsys):
     page.write_text("no markers")
     assert command.main(line) == command.EXIT_USAGE
     assert "once each" in capsys.readouterr().err
+    plain = [row | {"tflops": None} for row in known[1]]
+    report.write_result(source, {"smoke": "nothing was timed"}, plain)
+    assert command.main(line) == command.EXIT_USAGE
+    assert "has no times for a page" in capsys.readouterr().err
+    assert page.read_text() == "no markers"
 
 
 def test_the_chapter_shows_the_published_result():

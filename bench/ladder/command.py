@@ -216,6 +216,8 @@ def write_doc(
     """Write the measured section of a page, or only say whether it is up to date."""
     from tilewise.bench.ladder import tables
 
+    if not env.get("matmul_tflops"):
+        raise ValueError(f"{source} has no times for a page; accepted: a result from a GPU")
     old = page.read_text(encoding="utf-8")
     body = tables.markdown(env, rows, source.as_posix())
     new = replace_between(old, tables.BEGIN, tables.END, body)

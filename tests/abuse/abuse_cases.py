@@ -174,7 +174,7 @@ def full_disk(setup: Setup) -> dict[str, Any]:
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, hard))
         limits = replace(setup.limits, concurrency=max(2, setup.limits.concurrency // 2))
         outcome = asyncio.run(send(server.url, 3 * limits.concurrency, limits, seed=7))
-        time.sleep(2.5)
+        time.sleep(2.5)  # workers write once a second: what could be written would be there
         during = scrape(server)["tilewise_steps_total"]
         said = server.text().count("metrics cannot be written")
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (soft, hard))
@@ -245,7 +245,7 @@ def two_servers(setup: Setup) -> dict[str, Any]:
 # -- starts that must fail, or must not -----------------------------------------------------------
 
 GARBAGE = ("maybe", "-1", "\udcff\udcfe", "x" * 100_000)
-# A start with each, and what its log must name; None: it must serve, and say nothing in particular.
+# A start with each, and what its log must name.
 ATTENTION_CONFIGS = {
     '{"backend": "NOPE"}': "NOPE",
     '{"backend": 7}': "backend",

@@ -51,7 +51,8 @@ def earlier_runs(folder: Path, newest: dict[str, Any]) -> list[str]:
         if names:
             found.append(
                 f"`bench/results/{folder.name}/{path.name}` (commit "
-                f"{str(old['env']['commit'])[:10]}) has, besides earlier figures: {', '.join(names)}."
+                f"{str(old['env']['commit'])[:10]}) has, besides earlier figures: "
+                f"{', '.join(names)}."
             )
     return found
 

@@ -159,6 +159,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_num_tokens,
             getattr(kv_cache_spec, "attention_chunk_size", None),
         )
+        shaped = any(bool(i.soft_cap) or i.alibi_slopes is not None for i in impls.values())
         made = [
             PagedAttention(
                 num_q_heads if shards is None else num_q_heads * shards.count,
@@ -174,6 +175,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
                 window=window,
                 batch_invariant=envs.VLLM_BATCH_INVARIANT,
+                shaped_logits=shaped,
             )
             for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
         ]

@@ -215,15 +215,15 @@ def _planned(
             kind.num_q_heads, kind.num_kv_heads, kind.head_size, page, ELEMENT_SIZE[request.dtype],
             1 if (request.kv_cache_dtype or "").startswith("fp8") else 0,
         )  # fmt: skip
-        config = policy.choose(geometry, device, drafts, kind.window or 0)
+        shaped = bool(request.soft_cap or request.alibi or request.alibi_sqrt)
+        config = policy.choose(geometry, device, drafts, kind.window or 0, plain=shaped)
     except UnsupportedConfig as error:
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
     why_not = policy.why_not_hopper(geometry, device, kind.window or 0)
-    shaped = bool(request.soft_cap or request.alibi or request.alibi_sqrt)
     if why_not is None and shaped:
         why_not = "a logits soft cap or ALiBi (accepted: neither)"
     hopper = config.hopper_prefill if why_not is None else None
-    few = None if shaped else config.hopper_decode
+    few = config.hopper_decode
     kernels = ["plan", "cache_write", "hopper_prefill" if hopper else "prefill"]
     kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
     return replace(

@@ -83,6 +83,9 @@ class PagedAttention:
     batch_invariant : bool
         A request gets the same bits whatever else is in the batch: its length alone decides how
         its keys are cut, not the batch's.  Costs time, and scratch (``workspace_bytes``).
+    shaped_logits : bool
+        Layers will have a soft cap or ALiBi, which the Gluon kernels do not compute: tiles and
+        workers are those of the plain ones alone.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -115,6 +118,7 @@ class PagedAttention:
         window: int | None = None,
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        shaped_logits: bool = False,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -135,7 +139,9 @@ class PagedAttention:
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
         if config is None:
-            config = policy.choose(geometry, describe(self.device), decode_query_len, window or 0)
+            config = policy.choose(
+                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits
+            )
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:

@@ -7,7 +7,7 @@ import torch
 from cases import Case, check, make_attention, make_batch, plan_batch
 from test_hopper import BF16, FP16, HOPPER, LLAMA, OLD_TRITON, compiled, needs_hopper
 
-from tilewise import counters, policy
+from tilewise import attention, counters, policy
 
 VARIANTS = [
     {"kernel": "decode"},
@@ -286,6 +286,18 @@ def test_the_policy_says_why_not(geometry, device, query_len, reason):
     else:
         assert reason in why
     assert (config.hopper_decode is None) == (reason is not None)
+
+
+def test_shaped_logits_leave_the_gluon_kernels_out(device, monkeypatch):
+    """Their batches would be planned for kernels that never run."""
+    monkeypatch.setattr(attention, "describe", lambda _: HOPPER)
+    sizes = {"page_size": 64, "dtype": BF16, "max_num_reqs": 4, "max_num_tokens": 64}
+    for shaped in (False, True):
+        attn = attention.PagedAttention(32, 8, 128, device=device, shaped_logits=shaped, **sizes)
+        assert attn.config.decodes_few(1) is not shaped
+        assert attn.config.side_by_side is not shaped
+        geometry = policy.Geometry(32, 8, 128, 64, 2)
+        assert attn.config == policy.choose(geometry, HOPPER, plain=shaped)
 
 
 def test_few_items_are_its_own_and_get_a_worker_an_sm():

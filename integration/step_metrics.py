@@ -16,7 +16,7 @@ from triton import knobs
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 import tilewise
-from tilewise import counters, policy
+from tilewise import counters, plan_rule, policy
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -112,29 +112,29 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
     Returns
     -------
     list of int
-        For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `policy.kv_splits` has
+        For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `plan_rule.kv_splits` has
         it for the whole batch.
     """
     total = items = blocks = 0
     spans: list[tuple[int, int, int]] = []
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         if query_len > policy.DECODE_MAX_QUERY_LEN:
-            blocks += policy.prefill_blocks(query_len, seq_len, config)
+            blocks += plan_rule.prefill_blocks(query_len, seq_len, config)
         if not 0 < query_len <= policy.DECODE_MAX_QUERY_LEN:
             continue
-        units = policy.decode_units(query_len, seq_len, config)
-        count = policy.decode_items(query_len, config)
+        units = plan_rule.decode_units(query_len, seq_len, config)
+        count = plan_rule.decode_items(query_len, config)
         spans.append((total, total + units, units // count))
         total += units
         items += count
-    active = policy.decode_workers(len(query_lens), total, items, blocks, config)
+    active = plan_rule.decode_workers(len(query_lens), total, items, blocks, config)
     if config.pieces is not None:
         lengths = (length for _, _, length in spans[:SAMPLE_REQUESTS])
         return [config.pieces.count(length - config.item_overhead) for length in lengths]
 
     def workers(first: int, length: int) -> int:
-        last = policy.owner(first + length - 1, total, active)
-        return last - policy.owner(first, total, active) + 1
+        last = plan_rule.owner(first + length - 1, total, active)
+        return last - plan_rule.owner(first, total, active) + 1
 
     return [
         max(workers(item, length) for item in range(begin, end, length))

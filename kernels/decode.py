@@ -27,7 +27,7 @@ from tilewise.kernels.pieces import gather_pieces, piece_at
 
 @triton.jit
 def _owner(unit, total, active):
-    """The worker whose stretch holds ``unit``: see ``tilewise.policy.owner``."""
+    """The worker whose stretch holds ``unit``: see ``tilewise.plan_rule.owner``."""
     return (((unit.to(tl.int64) + 1) * active - 1) // total).to(tl.int32)
 
 

@@ -47,7 +47,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _owner(unit, total, active):
-    """The worker whose stretch holds ``unit``: see ``tilewise.policy.owner``."""
+    """The worker whose stretch holds ``unit``: see ``tilewise.plan_rule.owner``."""
     return (((unit.to(gl.int64) + 1) * active - 1) // total).to(gl.int32)
 
 

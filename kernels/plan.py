@@ -1,6 +1,6 @@
 """The plan kernel: lengths on the device become a list of prefill tiles and decode stretches.
 
-It applies the rule that ``tilewise.policy.plan_batch`` states in Python (a test holds the two
+It applies the rule that ``tilewise.plan_rule.plan_batch`` states in Python (a test holds the two
 equal).  One program, once a step; the host never learns the lengths.
 
 ``header`` (int32): [0] prefill tiles, [1] active decode workers, [2] decode units in all;
@@ -41,7 +41,7 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
 
 @triton.jit
 def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM_SMS: tl.constexpr):
-    """Workers that balance walking against merging; see ``tilewise.policy.active_workers``."""
+    """Workers that balance walking against merging; see ``tilewise.plan_rule.active_workers``."""
     most = tl.minimum(total - items * ITEM_OVERHEAD, most_workers)
     limit = 4 * total.to(tl.int64) * items
     lo = tl.minimum(total, 1)
@@ -60,7 +60,7 @@ def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM
 
 @triton.jit
 def _workers_beside(units, blocks, fewest, most, NUM_SMS: tl.constexpr):
-    """Decode workers beside a prefill; see ``tilewise.policy.workers_beside``."""
+    """Decode workers beside a prefill; see ``tilewise.plan_rule.workers_beside``."""
     decode = 3 * units.to(tl.int64)
     share = (NUM_SMS * decode // (decode + 7 * blocks)).to(tl.int32)
     return tl.minimum(tl.maximum(share, fewest), most)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise import counters, policy
+from tilewise import counters, plan_rule, policy
 from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of, split_cache
 from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
@@ -172,7 +172,7 @@ class PagedAttention:
 
     def _allocate(self) -> None:
         cfg, workers = self.config, self.config.num_workers
-        tiles = policy.max_prefill_tiles(
+        tiles = plan_rule.max_prefill_tiles(
             self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q, spans=True
         )
 
@@ -265,7 +265,7 @@ class PagedAttention:
         cfg = self.config
         tiles = 0
         if max_query_len > policy.DECODE_MAX_QUERY_LEN or spans is not None:
-            tiles = policy.max_prefill_tiles(
+            tiles = plan_rule.max_prefill_tiles(
                 num_tokens, num_reqs, cfg.prefill_block_q, spans is not None
             )
         self._generation += 1

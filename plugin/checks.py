@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.errors import PlanMismatch
 from tilewise.kernels.launch import KvCache
 
@@ -134,7 +134,7 @@ class Checks:
                 )
             keys = block_table.shape[1] * self.geometry.page_size
         longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
-        units = num_reqs * policy.decode_units_bound(longest, keys, config)
+        units = num_reqs * plan_rule.decode_units_bound(longest, keys, config)
         if units >= 2**31 or keys > 2**31 - 1024:
             raise PlanMismatch(
                 f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE
 from tilewise.pieces import scratch_slots
 
@@ -17,7 +17,7 @@ def workspace_bytes(config: policy.Config, max_num_reqs: int, max_num_tokens: in
     max_num_reqs, max_num_tokens : int
         The bounds that the object would be built with.
     """
-    tiles = policy.max_prefill_tiles(max_num_tokens, max_num_reqs, config.prefill_block_q, True)
+    tiles = plan_rule.max_prefill_tiles(max_num_tokens, max_num_reqs, config.prefill_block_q, True)
     workers, decode = config.num_workers, config.decode
     lists = HEADER_SIZE + 2 * max(tiles, 1) + 2 * (max_num_reqs + 1) + max_num_reqs
     per_worker = 1 + RECORD_SIZE  # counter of arrivals, record

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import H200, LLAMA, devices, geometries, lengths, requests, windows
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.errors import UnsupportedConfig
 from tilewise.pieces import Pieces, choose_pieces, scratch_slots
 
@@ -48,7 +48,7 @@ def test_stretches_end_where_pieces_do(batch, geometry, device, window, min_tile
         policy.choose(geometry, device), window=window, pieces=Pieces(min_tiles, most)
     )
     query_lens, seq_lens = lengths(batch)
-    plan = policy.plan_batch(query_lens, seq_lens, config)
+    plan = plan_rule.plan_batch(query_lens, seq_lens, config)
     _, active, total = plan.header
     stretches = [(*record[:2], w) for w, record in enumerate(plan.worker_record) if any(record)]
     ends = [0, *(end for _, end, _ in stretches)]
@@ -59,15 +59,15 @@ def test_stretches_end_where_pieces_do(batch, geometry, device, window, min_tile
         if not 0 < q <= policy.DECODE_MAX_QUERY_LEN:
             continue
         cuts = item_cuts(q, seq_lens[r], config)
-        assert len(cuts) - 1 == policy.kv_splits(plan, r, q, config)[0] <= most
+        assert len(cuts) - 1 == plan_rule.kv_splits(plan, r, q, config)[0] <= most
         begin, end = plan.cu_work[r : r + 2]
         items = range(begin, end, cuts[-1])
-        assert len(items) == policy.decode_items(q, config)
+        assert len(items) == plan_rule.decode_items(q, config)
         for item in items:
             inside = [x - item for x in ends if item < x < item + cuts[-1]]
             assert set(inside) <= set(cuts)
             if inside:
-                first = policy.owner(item, total, active)
+                first = plan_rule.owner(item, total, active)
                 (starts_in,) = (w for a, b, w in stretches if a <= item < b)
                 assert first == starts_in
                 counted.append(first)
@@ -78,12 +78,12 @@ def test_a_long_request_fills_the_gpu_and_a_short_one_stays_whole():
     config = policy.batch_invariant(policy.choose(LLAMA, H200))
 
     def busy(keys):
-        plan = policy.plan_batch([1], [keys], config)
+        plan = plan_rule.plan_batch([1], [keys], config)
         return sum(any(record) for record in plan.worker_record)
 
     assert busy(500) == 8
     assert busy(131072) >= 0.9 * config.num_workers
-    assert policy.kv_splits(policy.plan_batch([1], [512], config), 0, 1, config) == [1] * 8
+    assert plan_rule.kv_splits(plan_rule.plan_batch([1], [512], config), 0, 1, config) == [1] * 8
 
 
 @given(geometries, devices, st.integers(1, 16))
@@ -257,8 +257,8 @@ def test_items_are_folded_in_both_places(device):
     query_lens, seq_lens = [q for q, _ in case.requests], [q + c for q, c in case.requests]
 
     def owners(query_lens, seq_lens):
-        plan = policy.plan_batch(query_lens, seq_lens, config)
-        item = policy.decode_units(query_lens[0], seq_lens[0], config) // 2  # two KV heads
+        plan = plan_rule.plan_batch(query_lens, seq_lens, config)
+        item = plan_rule.decode_units(query_lens[0], seq_lens[0], config) // 2  # two KV heads
         return sum(any(w) and w[0] < item for w in plan.worker_record)
 
     assert owners(query_lens[:1], seq_lens[:1]) > 1

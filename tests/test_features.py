@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import NOWHERE, Case, check, make_attention, make_batch, plan_batch, run_and_check
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 
 # numpy's remarks on poison that masked tiles read and select away, and on powers that saturate a
@@ -159,14 +159,14 @@ def test_a_window_is_planned_as_so_many_keys():
     windowed = dataclasses.replace(config, window=128)
     block_n = config.decode.block_n
     for seq_len in range(120, 1200):
-        tiles = policy.decode_units(1, seq_len, windowed) // 8 - config.item_overhead
+        tiles = plan_rule.decode_units(1, seq_len, windowed) // 8 - config.item_overhead
         first = max(seq_len - 128, 0)
         assert tiles == policy.cdiv(seq_len, block_n) - first // block_n
         assert tiles <= 128 // block_n + 1
-        assert policy.decode_units(1, min(seq_len, 128), config) == policy.decode_units(
+        assert plan_rule.decode_units(1, min(seq_len, 128), config) == plan_rule.decode_units(
             1, min(seq_len, 128), windowed
         )  # fmt: skip
-    plan = policy.plan_batch([1] * 64, [32768] * 64, windowed)
+    plan = plan_rule.plan_batch([1] * 64, [32768] * 64, windowed)
     assert plan.header[2] == 64 * 8 * (2 + config.item_overhead)
 
 

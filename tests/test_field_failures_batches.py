@@ -8,7 +8,7 @@ import torch
 from cases import Case, check, make_attention, make_batch, plan_batch, run_and_check
 from field_cases import IGNORE_POISON, attend, with_config
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.attention import PagedAttention
 
 pytestmark = IGNORE_POISON
@@ -227,7 +227,7 @@ def test_d22_workspace_suffices_for_the_worst_batch(device):
         )  # fmt: skip
         tiles, active, total = attn._header[:3].tolist()
         assert (tiles, active) == (0, config.num_workers)
-        assert total == 512 * policy.decode_units(query_len, seq_len, config)
+        assert total == 512 * plan_rule.decode_units(query_len, seq_len, config)
         ends = attn._worker_record[:, 1]
         assert ends[-1] == total
     assert attn._partial_m.shape[0] == 2 * config.num_workers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import Case, check, make_attention, make_batch, run_and_check
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.bench import serve_run, workloads
 from tilewise.kernels import cache_write, decode, plan, prefill
 
@@ -33,10 +33,10 @@ KERNELS = (prefill._prefill_kernel, decode._decode_kernel, plan._plan_kernel,
 def test_k1_verification_stays_split(query_len, keys):
     """Several tokens at a long context: all workers share the keys, as for one token."""
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), H200, query_len)
-    batch = policy.plan_batch([query_len], [keys], config)
+    batch = plan_rule.plan_batch([query_len], [keys], config)
     assert batch.header[0] == 0, "no prefill tile"
-    assert batch.header[1] >= 7 / 8 * policy.most_workers(1, config)
-    assert min(policy.kv_splits(batch, 0, query_len, config)) >= 8
+    assert batch.header[1] >= 7 / 8 * plan_rule.most_workers(1, config)
+    assert min(plan_rule.kv_splits(batch, 0, query_len, config)) >= 8
 
 
 def test_k2_the_order_of_requests_is_free(device):
@@ -193,8 +193,8 @@ def test_m2_tiles_follow_the_devices_memory(arch, head_dim, element_size):
 
 def share(config, query_lens, seq_lens):
     """Units of the busiest worker over those of an even share among all workers."""
-    _, active, total = policy.plan_batch(query_lens, seq_lens, config).header
-    return policy.cdiv(total, active) * policy.most_workers(len(query_lens), config) / total
+    _, active, total = plan_rule.plan_batch(query_lens, seq_lens, config).header
+    return policy.cdiv(total, active) * plan_rule.most_workers(len(query_lens), config) / total
 
 
 def best_cost(config, most, total, items):
@@ -209,10 +209,10 @@ def test_n2_splits_follow_the_ranks_own_heads(kv_heads, keys):
     """At no number of requests or KV heads does splitting end: always near the best cut."""
     config = policy.choose(policy.Geometry(4 * kv_heads, kv_heads, 128, 64, 2), H200)
     for requests in (1, 2, 7, 8, 9, 12, 13, 32, 36, 64):
-        _, active, total = policy.plan_batch([1] * requests, [keys] * requests, config).header
+        _, active, total = plan_rule.plan_batch([1] * requests, [keys] * requests, config).header
         items = requests * kv_heads
         cost = policy.cdiv(total, active) + active / items / 16
-        most = policy.most_workers(requests, config)
+        most = plan_rule.most_workers(requests, config)
         assert cost <= 1.2 * best_cost(config, most, total, items) + 1, (requests, active)
 
 
@@ -221,7 +221,7 @@ def test_n3_more_keys_of_one_request_get_more_workers(kv_heads):
     """No fixed number of splits: they grow with the length until every SM has one."""
     config = policy.choose(policy.Geometry(8 * kv_heads, kv_heads, 128, 64, 2), H200)
     workers = [
-        policy.plan_batch([1], [keys], config).header[1]
+        plan_rule.plan_batch([1], [keys], config).header[1]
         for keys in (1024, 8192, 32_768, 131_072, 2**20)
     ]
     assert workers == sorted(workers)
@@ -241,8 +241,8 @@ def test_n4_one_long_request_among_short_ones():
 def test_n5_large_batches_are_not_cut_to_pieces(requests):
     """Pieces to merge are bounded by the workers, whatever the batch."""
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), H200)
-    batch = policy.plan_batch([1] * requests, [4000] * requests, config)
-    splits = [s for r in range(requests) for s in policy.kv_splits(batch, r, 1, config)]
+    batch = plan_rule.plan_batch([1] * requests, [4000] * requests, config)
+    splits = [s for r in range(requests) for s in plan_rule.kv_splits(batch, r, 1, config)]
     assert sum(splits) <= len(splits) + batch.header[1] - 1
     assert max(splits) <= 2
 

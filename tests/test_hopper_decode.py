@@ -7,7 +7,7 @@ import torch
 from cases import Case, check, make_attention, make_batch, plan_batch
 from test_hopper import BF16, FP16, HOPPER, LLAMA, OLD_TRITON, compiled, needs_hopper
 
-from tilewise import attention, counters, policy
+from tilewise import attention, counters, plan_rule, policy
 
 VARIANTS = [
     {"kernel": "decode"},
@@ -243,15 +243,15 @@ def test_decode_gets_its_share_of_the_sms():
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER)
     fewest, most = config.beside
     assert (fewest, most) == (66, 118)
-    assert policy.workers_beside(1, 10**9, config) == fewest
-    assert policy.workers_beside(10**9, 1, config) == most
-    shares = [policy.workers_beside(units, 10_000, config) for units in range(0, 200_000, 5000)]
+    assert plan_rule.workers_beside(1, 10**9, config) == fewest
+    assert plan_rule.workers_beside(10**9, 1, config) == most
+    shares = [plan_rule.workers_beside(units, 10_000, config) for units in range(0, 200_000, 5000)]
     assert shares == sorted(shares)
     assert len(set(shares)) > 10
     # 128 decodes of 2k keys beside two prefills of 2k: neither bound.
-    plan = policy.plan_batch([1] * 128 + [2048] * 2, [2048] * 130, config)
+    plan = plan_rule.plan_batch([1] * 128 + [2048] * 2, [2048] * 130, config)
     assert fewest < plan.header[1] < most
-    alone = policy.plan_batch([1] * 128, [2048] * 128, config)
+    alone = plan_rule.plan_batch([1] * 128, [2048] * 128, config)
     assert alone.header[1] > most
     for other in (
         policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER, plain=True),
@@ -305,9 +305,9 @@ def test_few_items_are_its_own_and_get_a_worker_an_sm():
     few = HOPPER.num_sms // 8
     assert config.decodes_few(few)
     assert not config.decodes_few(few + 1)
-    assert policy.most_workers(few, config) == config.num_sms
-    assert policy.most_workers(few + 1, config) == config.num_workers == 2 * config.num_sms
-    plan = policy.plan_batch([1] * few, [100000] * few, config)
+    assert plan_rule.most_workers(few, config) == config.num_sms
+    assert plan_rule.most_workers(few + 1, config) == config.num_workers == 2 * config.num_sms
+    plan = plan_rule.plan_batch([1] * few, [100000] * few, config)
     assert len(plan.worker_record) <= config.num_sms
     assert not policy.batch_invariant(config).decodes_few(1)
     plain = policy.choose(policy.Geometry(32, 8, 128, 64, 2), HOPPER, plain=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Case, check, make_attention, make_batch, plan_batch, run_and_check
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 
 # numpy's remark on the poison that masked tiles read and select away; the GPU has no such voice.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -53,8 +53,8 @@ def test_many_pieces_are_merged(device):
     case = Case(((1, 3000),), num_q_heads=2, num_kv_heads=1, head_dim=16, page_size=16)
     config = make_attention(case, device).config
     config = dataclasses.replace(config, num_workers=40, num_sms=132)
-    plan = policy.plan_batch([1], [3001], config)
-    assert max(policy.kv_splits(plan, 0, 1, config)) > 16
+    plan = plan_rule.plan_batch([1], [3001], config)
+    assert max(plan_rule.kv_splits(plan, 0, 1, config)) > 16
     run_and_check(case, device, config=config)
 
 

@@ -8,7 +8,7 @@ from cases import NOWHERE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewise import policy
+from tilewise import plan_rule, policy
 from tilewise.attention import PagedAttention
 from tilewise.errors import UnsupportedConfig
 from tilewise.pieces import Pieces
@@ -44,12 +44,12 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
     config = policy.choose(geometry, device, decode_query_len)
     config = dataclasses.replace(config, window=window)
     query_lens, seq_lens = lengths(batch)
-    plan = policy.plan_batch(query_lens, seq_lens, config)
+    plan = plan_rule.plan_batch(query_lens, seq_lens, config)
     tiles, active, total = plan.header
     assert total == plan.cu_work[-1]
     assert 0 <= active <= config.num_workers
     assert (active > 0) == (total > 0)
-    starts = [policy.first_unit(w, total, active) for w in range(active)] + [total]
+    starts = [plan_rule.first_unit(w, total, active) for w in range(active)] + [total]
     assert len(plan.worker_record) == active
     for worker, record in enumerate(plan.worker_record):
         unit, unit_end, r, begin, end, _, query_len, seq_len = record
@@ -59,7 +59,7 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
         assert (query_len, seq_len) == (query_lens[r], seq_lens[r])
         assert unit_end - unit in (total // active, total // active + 1)
         for unit in (starts[worker], starts[worker + 1] - 1):
-            assert policy.owner(unit, total, active) == worker
+            assert plan_rule.owner(unit, total, active) == worker
     covered = {
         (r, t)
         for r, first in zip(plan.tile_req, plan.tile_token, strict=True)
@@ -67,7 +67,7 @@ def test_every_key_tile_is_walked_exactly_once(batch, geometry, device, decode_q
     }
     wanted = {(r, t) for r, q in enumerate(query_lens) if q > 16 for t in range(q)}
     assert covered == wanted
-    bound = policy.max_prefill_tiles(sum(query_lens), len(batch), config.prefill_block_q)
+    bound = plan_rule.max_prefill_tiles(sum(query_lens), len(batch), config.prefill_block_q)
     assert tiles == len(plan.tile_req) <= bound
 
 
@@ -77,17 +77,17 @@ def test_splits_follow_lengths_and_sms(batch, decode_query_len, window):
     """No item is cut finer than its key tiles; splits of all items add up to the pieces."""
     config = dataclasses.replace(policy.choose(LLAMA, H200, decode_query_len), window=window)
     query_lens, seq_lens = lengths(batch)
-    plan = policy.plan_batch(query_lens, seq_lens, config)
+    plan = plan_rule.plan_batch(query_lens, seq_lens, config)
     pieces = 0
     for r, q in enumerate(query_lens):
-        splits = policy.kv_splits(plan, r, q, config)
+        splits = plan_rule.kv_splits(plan, r, q, config)
         if not 0 < q <= policy.DECODE_MAX_QUERY_LEN:
             assert splits == []
             continue
-        length = policy.decode_units(q, seq_lens[r], config) // policy.decode_items(q, config)
+        length = plan_rule.decode_units(q, seq_lens[r], config) // plan_rule.decode_items(q, config)
         assert all(1 <= s <= length for s in splits)
         pieces += sum(splits)
-    items = sum(policy.decode_items(q, config) for q in query_lens if 0 < q <= 16)
+    items = sum(plan_rule.decode_items(q, config) for q in query_lens if 0 < q <= 16)
     assert pieces <= items + max(plan.header[1] - 1, 0)
 
 
@@ -99,9 +99,9 @@ def test_units_of_a_window_cover_the_keys_that_are_seen(query_len, context, wind
     first_key = max(context - window + 1, 0)
     block_n = config.decode.block_n
     tiles = len({n // block_n for n in range(first_key, seq_len)})
-    units = policy.decode_units(query_len, seq_len, config)
-    assert units == policy.decode_items(query_len, config) * (tiles + config.item_overhead)
-    assert units <= policy.decode_units_bound(query_len, seq_len, config)
+    units = plan_rule.decode_units(query_len, seq_len, config)
+    assert units == plan_rule.decode_items(query_len, config) * (tiles + config.item_overhead)
+    assert units <= plan_rule.decode_units_bound(query_len, seq_len, config)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -109,10 +109,10 @@ def test_workers_follow_the_work(plain):
     config = policy.choose(LLAMA, H200, plain=plain)
 
     def active(batch):
-        return policy.plan_batch([1] * len(batch), batch, config).header[1]
+        return plan_rule.plan_batch([1] * len(batch), batch, config).header[1]
 
     assert active([1]) == 8  # one key tile a head
-    assert active([131072]) >= 7 / 8 * policy.most_workers(1, config)
+    assert active([131072]) >= 7 / 8 * plan_rule.most_workers(1, config)
     assert 8 < active([256]) < active([1024]) <= active([8192]) <= config.num_sms
     # Equal requests are cut at their own ends while that leaves few workers idle.
     assert active([4096] * 32) == 32 * 8
@@ -122,8 +122,8 @@ def test_workers_follow_the_work(plain):
 def test_equal_requests_are_cut_at_their_ends():
     config = policy.choose(LLAMA, H200)
     for n, keys in ((1, 1024), (1, 8192), (8, 4096), (32, 4096), (33, 4096)):
-        plan = policy.plan_batch([1] * n, [keys] * n, config)
-        splits = {s for r in range(n) for s in policy.kv_splits(plan, r, 1, config)}
+        plan = plan_rule.plan_batch([1] * n, [keys] * n, config)
+        splits = {s for r in range(n) for s in plan_rule.kv_splits(plan, r, 1, config)}
         assert splits == {plan.header[1] // (8 * n)}
 
 
@@ -131,8 +131,8 @@ def test_neighbouring_batches_cost_alike():
     """No cliff: one more request never makes any worker walk much more than its share."""
     config = policy.choose(LLAMA, H200)
     for n in range(1, 80):
-        _, active, total = policy.plan_batch([1] * n, [8192] * n, config).header
-        most = policy.most_workers(n, config)
+        _, active, total = plan_rule.plan_batch([1] * n, [8192] * n, config).header
+        most = plan_rule.most_workers(n, config)
         assert active >= 7 / 8 * most
         assert policy.cdiv(total, active) <= 8 / 7 * total / most + 1
 
@@ -141,10 +141,10 @@ def test_many_short_requests_do_not_fall_on_one_worker():
     """Starting an item costs time too: requests of a key each must spread like long ones."""
     config = policy.choose(LLAMA, H200)
     lens = [1] * 64 + [16000] * 32
-    plan = policy.plan_batch([1] * len(lens), lens, config)
+    plan = plan_rule.plan_batch([1] * len(lens), lens, config)
     _, active, total = plan.header
     short_units = plan.cu_work[64]
-    assert policy.owner(short_units - 1, total, active) >= 4
+    assert plan_rule.owner(short_units - 1, total, active) >= 4
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def plan_on(device):
         )  # fmt: skip
         n, active = attn._header[0].item(), attn._header[1].item()
         assert not attn._worker_record[active:, :2].any(), "idle workers must have no stretch"
-        return policy.BatchPlan(
+        return plan_rule.BatchPlan(
             header=tuple(attn._header[:3].tolist()),
             tile_req=tuple(attn._tile_req[:n].tolist()),
             tile_token=tuple(attn._tile_token[:n].tolist()),
@@ -190,11 +190,11 @@ def plan_on(device):
 def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len, window):
     config = policy.choose(geometry, H200, decode_query_len)
     config = dataclasses.replace(config, window=window)
-    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+    assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
     # A worker an SM where the batch is the Gluon kernel's, fewer beside a prefill.
     few = policy.HopperTiles(config.decode.block_n, 2)
     config = dataclasses.replace(config, hopper_decode=few, pdl=config.hopper_prefill is not None)
-    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+    assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
 
 
 @given(
@@ -211,7 +211,7 @@ def test_plan_kernel_equals_its_twin_in_batch_invariant_mode(
     """With the policy's pieces and any others."""
     config = dataclasses.replace(policy.choose(geometry, H200), window=window, pieces=pieces)
     config = policy.batch_invariant(config)
-    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+    assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
 
 
 @pytest.mark.parametrize("window", [1, 100, 1000])
@@ -219,13 +219,13 @@ def test_plan_kernel_equals_its_twin_at_every_left_edge(plan_on, window):
     """Windows that start at each key of a tile."""
     config = dataclasses.replace(policy.choose(LLAMA, H200), window=window)
     batch = [(1 + i % 16, window + i) for i in range(130)]
-    assert plan_on(batch, config, 130) == policy.plan_batch(*lengths(batch), config)
+    assert plan_on(batch, config, 130) == plan_rule.plan_batch(*lengths(batch), config)
 
 
 def test_plan_kernel_equals_its_twin_beyond_one_block_of_requests(plan_on):
     config = policy.choose(LLAMA, H200)
     batch = [(1 + i % 18, 37 * i % 4000) for i in range(2500)]
-    assert plan_on(batch, config, 3000) == policy.plan_batch(*lengths(batch), config)
+    assert plan_on(batch, config, 3000) == plan_rule.plan_batch(*lengths(batch), config)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise import counters, policy
+from tilewise import counters, plan_rule, policy
 from tilewise.errors import PlanMismatch
 
 # numpy's remarks on poison that masked tiles read and select away; the GPU has no such voice.
@@ -143,7 +143,7 @@ def test_only_requests_in_a_span_leave_the_decode_kernel(device):
     attn = make_attention(case, device)
     plan_batch(attn, batch)
     query_lens = [q for q, _ in REQUESTS]
-    expected = policy.plan_batch(query_lens, batch.lens, attn.config, SPANS)
+    expected = plan_rule.plan_batch(query_lens, batch.lens, attn.config, SPANS)
     tiles, active, total = expected.header
     assert attn._header[:3].tolist() == [tiles, active, total]
     assert tuple(attn._tile_req[:tiles].tolist()) == expected.tile_req
@@ -162,7 +162,7 @@ def test_only_requests_in_a_span_leave_the_decode_kernel(device):
 def test_every_request_may_be_a_prefill(batch, block_q):
     query_lens = [q for q, _ in batch]
     tiles = sum(policy.cdiv(q, block_q) for q in query_lens)
-    assert tiles <= policy.max_prefill_tiles(sum(query_lens), len(batch), block_q, spans=True)
+    assert tiles <= plan_rule.max_prefill_tiles(sum(query_lens), len(batch), block_q, spans=True)
 
 
 def test_many_short_requests_in_spans_fit_the_plan(device):

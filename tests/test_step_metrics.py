@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 
-from tilewise import counters, policy
+from tilewise import counters, plan_rule, policy
 from tilewise.integration import step_metrics
 from tilewise.integration.step_metrics import StepMetrics, estimate_splits
 
@@ -89,9 +89,9 @@ def test_splits_are_those_of_the_policy(seed, config):
     count = draw.choice([1, 2, 7, 40])
     query_lens = [draw.choice([0, 1, 1, 1, 4, 16, 17, 300]) for _ in range(count)]
     seq_lens = [q and q + draw.randrange(8000) for q in query_lens]
-    plan = policy.plan_batch(query_lens, seq_lens, config)
+    plan = plan_rule.plan_batch(query_lens, seq_lens, config)
     wanted = [
-        max(policy.kv_splits(plan, r, q, config))
+        max(plan_rule.kv_splits(plan, r, q, config))
         for r, q in enumerate(query_lens)
         if 0 < q <= policy.DECODE_MAX_QUERY_LEN
     ]

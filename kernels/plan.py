@@ -169,7 +169,8 @@ def _plan_kernel(
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
         num_tiles += tl.sum(tiles, 0)
         # Key blocks of all tiles, which see half of the new tokens on average.
-        blocks += tl.sum(tiles.to(tl.int64) * tl.cdiv(2 * seq_len - query_len, 2 * BESIDE_BLOCK), 0)
+        seen_twice = 2 * seq_len.to(tl.int64) - query_len
+        blocks += tl.sum(tiles * tl.cdiv(seen_twice, 2 * BESIDE_BLOCK), 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.

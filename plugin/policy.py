@@ -233,7 +233,8 @@ class Config:
         With less than half of the SMs decode would be the last to finish; a tenth left to a small
         prefill costs decode nothing, for memory is what it waits for (bench/NOTES.md).
         """
-        return (self.num_sms // 2, self.num_sms * 9 // 10) if self.side_by_side else (0, 0)
+        sms = min(self.num_sms, self.num_workers)
+        return (sms // 2, sms * 9 // 10) if self.side_by_side else (0, 0)
 
     @property
     def merge_tile(self) -> tuple[int, int]:
@@ -591,7 +592,8 @@ def _workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
 
 def most_workers(num_reqs: int, config: Config) -> int:
     """How many decode programs a batch of so many requests may have, with no prefill beside."""
-    return config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+    few = config.decodes_few(num_reqs)
+    return min(config.num_sms, config.num_workers) if few else config.num_workers
 
 
 def workers_beside(units: int, blocks: int, config: Config) -> int:

@@ -144,7 +144,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         self.is_cross = any(impl.is_cross for impl in impls.values())
         # With DCP a rank's key counts lie in another tensor than the plan reads.
         dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
-        self.supports_draft_decode_metadata_update = dcp == 1 and not self.is_encoder
+        # Of a batch that is rewritten in `build` the plan holds lengths that drafters do not move.
+        self.supports_draft_decode_metadata_update = (
+            dcp == 1 and not self.is_encoder and self.is_captured
+        )
         for impl in impls.values():
             impl.keep_through_sleep()
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)

@@ -604,7 +604,7 @@ def workers_beside(units: int, blocks: int, config: Config) -> int:
     its SMs to the prefill.
     """
     fewest, most = config.beside
-    share = config.num_sms * 3 * units // (3 * units + 7 * blocks)
+    share = config.num_sms * 3 * units // max(3 * units + 7 * blocks, 1)
     return min(max(share, fewest), most)
 
 
@@ -696,7 +696,7 @@ def plan_batch(
         )
         if query_len > DECODE_MAX_QUERY_LEN or meets:
             tiles += [(r, i * block_q) for i in range(cdiv(query_len, block_q))]
-            blocks += cdiv(query_len, block_q) * cdiv(2 * seq_len - query_len, 256)
+            blocks += cdiv(query_len, block_q) * cdiv(max(2 * seq_len - query_len, 0), 256)
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)
             items += decode_items(query_len, config)

@@ -205,6 +205,14 @@ def test_plan_kernel_equals_its_twin_at_lengths_near_the_end_of_int32(plan_on):
     assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
 
 
+@pytest.mark.parametrize("batch", [[(20, -20)], [(300, -300), (17, -17)], [(300, -290), (1, 50)]])
+def test_plan_kernel_equals_its_twin_where_keys_are_missing(plan_on, batch):
+    """Dummy batches may have fewer keys than queries, or none and no decode beside."""
+    config = policy.choose(LLAMA, H200)
+    assert config.side_by_side
+    assert plan_on(batch, config) == policy.plan_batch(*lengths(batch), config)
+
+
 @pytest.mark.parametrize("num_workers", [1, 4])
 @pytest.mark.parametrize("batch", [[(1, 5000)] * 4, [(1, 5000)] * 40, [(1, 5000)] * 4 + [(99, 0)]])
 def test_no_plan_has_more_workers_than_records(plan_on, batch, num_workers):

@@ -312,6 +312,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_query_len=metadata.max_query_len,
             has_decode=plan.has_decode,
             causal=plan.causal,
+            spans=plan.spans,
         )
 
     def _may_replay_mixed_graph(self, num_tokens: int) -> bool:

@@ -115,11 +115,12 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `plan_rule.kv_splits` has
         it for the whole batch.
     """
-    total = items = blocks = 0
+    total = items = 0
+    blocks: int | None = None
     spans: list[tuple[int, int, int]] = []
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         if query_len > policy.DECODE_MAX_QUERY_LEN:
-            blocks += plan_rule.prefill_blocks(query_len, seq_len, config)
+            blocks = (blocks or 0) + plan_rule.prefill_blocks(query_len, seq_len, config)
         if not 0 < query_len <= policy.DECODE_MAX_QUERY_LEN:
             continue
         units = plan_rule.decode_units(query_len, seq_len, config)

@@ -239,13 +239,13 @@ def _decode_kernel(
             query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
             seq_len = tl.load(seq_lens_ptr + req)
         # Sizes come from the plan and lengths only from its tensors: should these have changed
-        # since, results are wrong but every piece still arrives and no address leaves its tensor.
-        tiles_m = tl.cdiv(query_len * GROUP_SIZE, BLOCK_M)
-        length = (req_end - req_begin) // (tiles_m * NUM_KV_HEADS)  # units of one item
+        # since, results are wrong, but the walk ends and no address leaves its tensor.
+        tiles_m = tl.maximum(tl.cdiv(query_len * GROUP_SIZE, BLOCK_M), 1)
+        length = tl.maximum((req_end - req_begin) // (tiles_m * NUM_KV_HEADS), 1)  # of an item
         tiles_n = length - ITEM_OVERHEAD
         local = cursor - req_begin
         item = local // length
-        kv_head = item // tiles_m
+        kv_head = tl.minimum(item // tiles_m, NUM_KV_HEADS - 1)
         m_tile = item - kv_head * tiles_m
         # This stretch's part of the item, in units, then in key tiles (perhaps none).
         begin = local - item * length

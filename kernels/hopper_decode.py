@@ -89,12 +89,12 @@ def _producer(
                 query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
                 seq_len = gl.load(seq_lens_ptr + req)
             # As in the plain twin: sizes come from the plan alone, whatever became of the lengths.
-            tiles_m = (query_len * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-            length = (req_end - req_begin) // (tiles_m * NUM_KV_HEADS)
+            tiles_m = gl.maximum((query_len * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M, 1)
+            length = gl.maximum((req_end - req_begin) // (tiles_m * NUM_KV_HEADS), 1)
             tiles_n = length - ITEM_OVERHEAD
             local = cursor - req_begin
             item = local // length
-            kv_head = item // tiles_m
+            kv_head = gl.minimum(item // tiles_m, NUM_KV_HEADS - 1)
             m_tile = item - kv_head * tiles_m
             begin = local - item * length
             end = gl.minimum(length, begin + stretch_end - cursor)

@@ -62,7 +62,7 @@ def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM
 def _workers_beside(units, blocks, fewest, most, NUM_SMS: tl.constexpr):
     """Decode workers beside a prefill; see ``tilewise.plan_rule.workers_beside``."""
     decode = 3 * units.to(tl.int64)
-    share = (NUM_SMS * decode // (decode + 7 * blocks)).to(tl.int32)
+    share = (NUM_SMS * decode // tl.maximum(decode + 7 * blocks, 1)).to(tl.int32)
     return tl.minimum(tl.maximum(share, fewest), most)
 
 
@@ -169,7 +169,9 @@ def _plan_kernel(
         tl.store(cu_work_ptr + r + 1, total + tl.cumsum(work, 0), mask=ok)
         num_tiles += tl.sum(tiles, 0)
         # Key blocks of all tiles, which see half of the new tokens on average.
-        blocks += tl.sum(tiles.to(tl.int64) * tl.cdiv(2 * seq_len - query_len, 2 * BESIDE_BLOCK), 0)
+        # Dummy requests may have fewer keys than queries.
+        seen_twice = tl.maximum(2 * seq_len.to(tl.int64) - query_len, 0)
+        blocks += tl.sum(tiles * tl.cdiv(seen_twice, 2 * BESIDE_BLOCK), 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.

@@ -150,7 +150,7 @@ def _prefill_kernel(
         full = tl.maximum(tl.minimum(tile_last, seq_len - 1) + 1, 0) // BLOCK_N
         end_pos = context_len + tl.minimum(first_token + BLOCK_Q, query_len) - 1
         _, end_pos = own_span(spans_ptr, req, num_spans, end_pos)
-        end = tl.cdiv(tl.maximum(tl.minimum(end_pos + 1, seq_len), 0), BLOCK_N)
+        end = tl.cdiv(tl.maximum(tl.minimum(end_pos, seq_len - 1) + 1, 0), BLOCK_N)
     block_table_row_ptr = None
     if block_table_ptr is not None:
         block_table_row_ptr = block_table_ptr + req * stride_bt_b

@@ -256,7 +256,7 @@ class PagedAttention:
         elif block_table is None:
             raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
         self._check_device()
-        num_reqs = seq_lens.shape[0]
+        num_reqs = len(seq_lens) if seq_lens.dim() else 0  # without an axis it is refused next
         self._checks.batch(
             query_start_loc, seq_lens, block_table, num_tokens, max_query_len, self.config
         )
@@ -283,7 +283,7 @@ class PagedAttention:
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
                 decode_block_n=cfg.decode.block_n, num_sms=cfg.num_sms,
                 item_overhead=cfg.item_overhead, window=cfg.window, spans=spans,
-                most_workers=cfg.num_sms if few else cfg.num_workers,
+                most_workers=plan_rule.most_workers(num_reqs, cfg) if few else cfg.num_workers,
                 beside=cfg.beside if beside else (0, 0),
                 **options,
             )  # fmt: skip
@@ -521,11 +521,16 @@ class PagedAttention:
         """Key counts of a batch whose keys are its queries' rows, counted on the device."""
         if block_table is not None:
             raise PlanMismatch("seq_lens is None; accepted: only without a block_table")
-        num_reqs = query_start_loc.shape[0] - 1
+        num_reqs = query_start_loc.numel() - 1
         if query_start_loc.dim() != 1 or not 0 <= num_reqs <= self.max_num_reqs:
             raise PlanMismatch(
                 f"query_start_loc has shape {tuple(query_start_loc.shape)}; accepted: "
                 f"[num_reqs + 1] of at most {self.max_num_reqs} requests"
+            )
+        if query_start_loc.dtype != torch.int32 or query_start_loc.device != self.device:
+            raise PlanMismatch(
+                f"query_start_loc is {query_start_loc.dtype} on {query_start_loc.device}; "
+                f"accepted: torch.int32 on {self.device}"
             )
         lengths = self._own_lengths[:num_reqs]
         return torch.sub(query_start_loc[1:], query_start_loc[:-1], out=lengths)

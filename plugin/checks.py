@@ -76,6 +76,8 @@ class Checks:
         """Bidirectional spans of a causal batch."""
         if spans is None:
             return
+        if not isinstance(spans, torch.Tensor):
+            raise PlanMismatch(f"spans={spans!r}; accepted: a tensor or None")
         if causal is not True:
             raise PlanMismatch("spans of a batch that is not causal; accepted: None")
         fits = spans.dim() == 3 and spans.shape[0] == num_reqs and spans.shape[2] == 2
@@ -217,6 +219,8 @@ class Checks:
             accepted = self.dtype if scale is None else FP8_OUT
             given = "without" if scale is None else "with"
             raise PlanMismatch(f"out is {out.dtype} {given} out_scale; accepted: {accepted}")
+        if scale is not None and not isinstance(scale, torch.Tensor):
+            raise PlanMismatch(f"out_scale={scale!r}; accepted: a tensor or None")
         if scale is not None and (
             scale.shape not in ((), (1,))
             or scale.dtype != torch.float32

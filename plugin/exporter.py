@@ -109,6 +109,7 @@ class Exporter:
         self._sink = NativeSink(labels) if os.environ.get(NATIVE_VARIABLE) else FileSink(labels)
         self._lock = threading.Lock()
         self._failed = self._closed = False
+        self._owner = os.getpid()
 
     def start(self) -> None:
         """Start the thread; it ends with the process, after one last flush."""
@@ -123,6 +124,8 @@ class Exporter:
 
     def close(self) -> None:
         """Write for the last time: this process may remove the folder next."""
+        if os.getpid() != self._owner:
+            return  # forked: the thread that may hold the lock is not here
         self.flush()
         with self._lock:
             self._closed = True

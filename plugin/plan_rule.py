@@ -14,7 +14,8 @@ from tilewise.policy import DECODE_MAX_QUERY_LEN, Config, cdiv
 
 def most_workers(num_reqs: int, config: Config) -> int:
     """How many decode programs a batch of so many requests may have, with no prefill beside."""
-    return config.num_sms if config.decodes_few(num_reqs) else config.num_workers
+    few = config.decodes_few(num_reqs)
+    return min(config.num_sms, config.num_workers) if few else config.num_workers
 
 
 def workers_beside(units: int, blocks: int, config: Config) -> int:
@@ -25,7 +26,7 @@ def workers_beside(units: int, blocks: int, config: Config) -> int:
     its SMs to the prefill.
     """
     fewest, most = config.beside
-    share = config.num_sms * 3 * units // (3 * units + 7 * blocks)
+    share = config.num_sms * 3 * units // max(3 * units + 7 * blocks, 1)
     return min(max(share, fewest), most)
 
 
@@ -54,16 +55,18 @@ def active_workers(total: int, items: int, config: Config, most: int = 0) -> int
 
 def prefill_blocks(query_len: int, seq_len: int, config: Config) -> int:
     """Blocks of 128 keys that the tiles of one prefill walk, for each KV head; about."""
-    return cdiv(query_len, config.prefill_block_q) * cdiv(2 * seq_len - query_len, 256)
+    return cdiv(query_len, config.prefill_block_q) * cdiv(max(2 * seq_len - query_len, 0), 256)
 
 
-def decode_workers(num_reqs: int, total: int, items: int, blocks: int, config: Config) -> int:
-    """How many workers decode a batch of ``total`` units and ``items``, and prefill blocks beside.
+def decode_workers(
+    num_reqs: int, total: int, items: int, blocks: int | None, config: Config
+) -> int:
+    """How many workers decode a batch of ``total`` units and ``items``.
 
-    ``blocks`` are those of one KV head.
+    ``blocks`` are the prefill's, of one KV head; None where the batch has no prefill.
     """
     most = most_workers(num_reqs, config)
-    if blocks and config.beside[1]:
+    if blocks is not None and config.beside[1]:
         most = workers_beside(total, blocks * config.geometry.num_kv_heads, config)
     return active_workers(total, items, config, most)
 
@@ -139,7 +142,7 @@ def plan_batch(
             items += decode_items(query_len, config)
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = decode_workers(len(query_lens), total, items, blocks, config)
+    active = decode_workers(len(query_lens), total, items, blocks if tiles else None, config)
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

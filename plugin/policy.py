@@ -229,7 +229,8 @@ class Config:
         With less than half of the SMs decode would be the last to finish; a tenth left to a small
         prefill costs decode nothing, for memory is what it waits for (bench/NOTES.md).
         """
-        return (self.num_sms // 2, self.num_sms * 9 // 10) if self.side_by_side else (0, 0)
+        sms = min(self.num_sms, self.num_workers)
+        return (sms // 2, sms * 9 // 10) if self.side_by_side else (0, 0)
 
     @property
     def merge_tile(self) -> tuple[int, int]:

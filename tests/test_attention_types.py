@@ -289,6 +289,12 @@ def test_rows_that_do_not_fit(device):
         attn.plan(starts, seq_lens, None, **sizes)
     with pytest.raises(PlanMismatch, match="of at most 4 requests"):
         attn.plan(torch.zeros(6, dtype=torch.int32, device=device), None, None, **sizes)
+    odd_starts = ((starts[0], r"shape \(\)"), (starts.float(), "query_start_loc is torch.float32"))
+    for odd, text in odd_starts:
+        with pytest.raises(PlanMismatch, match=text):
+            attn.plan(odd, None, None, **sizes)
+    with pytest.raises(PlanMismatch, match=r"seq_lens has shape \(\)"):
+        attn.plan(starts, seq_lens[0], table, **sizes)
     attn.plan(starts, None, None, **sizes)
     cache = torch.zeros(1, 2, 64, 128, device=device)
     for kv, text in (

@@ -187,6 +187,12 @@ def test_cut_batches_are_planned_as_they_are(mode, device):
     assert int(captured.seq_lens.max()) <= CHUNK
 
 
+def test_drafters_build_cut_batches_anew(device):
+    """Their lengths are copies, which do not move with those that a drafter counts up."""
+    builder = make_builder(CASES[0], device)
+    assert builder.supports_draft_decode_metadata_update is False
+
+
 def test_a_specs_chunk_counts_where_vllm_merges_specs(device):
     """Without its hybrid cache manager vLLM makes one spec of local and global layers."""
     spec = FullAttentionSpec(

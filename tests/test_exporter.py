@@ -138,6 +138,25 @@ def test_a_process_that_ends_does_not_miss_the_folder_it_removed():
     assert "cannot be written" not in done.stderr
 
 
+def test_a_forked_child_ends_and_exports_nothing():
+    """It inherits what runs at its parent's end, and a lock whose thread it does not have."""
+    code = """
+        import os, sys
+        from tilewise import exporter
+        exporter.prepare()
+        exporter.start({"engine": "0", "rank": "0"})
+        exporter.flush()
+        with exporter._exporters[os.getpid()]._lock:  # as the thread has it while it writes
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+        folder = os.environ[exporter.FOLDER_VARIABLE]
+        print([name for name in os.listdir(folder) if name.startswith(f"{child}.")])
+    """
+    assert run(code).stdout.strip() == "[]"
+
+
 def test_the_first_process_makes_the_folder_and_removes_it():
     code = """
         import os, subprocess, sys

@@ -170,3 +170,28 @@ def test_decode_beyond_one_query_tile_reads_its_own_rows(device):
     case = Case(((16, 100), (2, 64), (1, 5)), num_q_heads=8, num_kv_heads=1)
     assert policy.cdiv(16 * 8, make_attention(case, device).config.decode.block_m) > 1
     run_and_check(case, device)
+
+
+@pytest.mark.parametrize("change", ["no rows", "more rows", "fewer rows", "other keys"])
+def test_lengths_that_changed_since_the_plan_end_no_walk_and_leave_no_tensor(change, device):
+    """Results are wrong then; but the kernel ends, and writes to nobody else's memory."""
+    case = Case(((1, 700), (1, 300), (2, 100)), pad_tokens=40)
+    batch = make_batch(case, device)
+    attn = make_attention(case, device)
+    config = dataclasses.replace(attn.config, num_workers=2)
+    attn = make_attention(case, device, config=config)
+    plan_batch(attn, batch)
+    starts = batch.query_start_loc
+    if change == "other keys":
+        batch.seq_lens.fill_(3)
+    else:
+        new = {"no rows": [0, 0, 0, 0], "more rows": [0, 16, 32, 44], "fewer rows": [0, 1, 1, 1]}
+        starts.copy_(torch.tensor(new[change], dtype=torch.int32))
+    frame = torch.full((3, *batch.q.shape), 7.0, dtype=batch.q.dtype, device=device)
+    attn.run(batch.q, batch.kv_cache, out=frame[1])
+    assert (frame[0] == 7.0).all()
+    assert (frame[2] == 7.0).all()
+    starts.copy_(torch.tensor(batch.qsl, dtype=torch.int32))
+    batch.seq_lens.copy_(torch.tensor(batch.lens, dtype=torch.int32))
+    plan_batch(attn, batch)
+    check(batch, attn.run(batch.q, batch.kv_cache))

@@ -169,6 +169,7 @@ def test_quantised_outputs_take_the_plain_kernel(device):
         (FP8, torch.ones(2), r"out_scale is torch.float32 \(2,\)"),
         (FP8, torch.ones(1, dtype=BF16), r"out_scale is torch.bfloat16 \(1,\)"),
         (None, torch.ones(1, 1), r"out_scale is torch.float32 \(1, 1\)"),
+        (FP8, 0.5, "out_scale=0.5; accepted: a tensor or None"),
     ],
 )
 def test_outputs_and_scales_that_do_not_fit_are_named(out, scale, named, device):
@@ -176,7 +177,7 @@ def test_outputs_and_scales_that_do_not_fit_are_named(out, scale, named, device)
     attn = make_attention(batch.case, device)
     plan_batch(attn, batch)
     out = out if out is None else torch.zeros(batch.q.shape, device=device).to(out)
-    scale = scale if scale is None else scale.to(device)
+    scale = scale.to(device) if isinstance(scale, torch.Tensor) else scale
     with pytest.raises(PlanMismatch, match=named):
         attn.run(batch.q, batch.kv_cache, out=out, out_scale=scale)
 

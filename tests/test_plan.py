@@ -197,6 +197,34 @@ def test_plan_kernel_equals_its_twin(plan_on, batch, geometry, decode_query_len,
     assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
 
 
+def test_plan_kernel_equals_its_twin_at_lengths_near_the_end_of_int32(plan_on):
+    """Of the rule for decodes beside a prefill, which counts keys twice."""
+    config = policy.choose(LLAMA, H200)
+    assert config.side_by_side
+    batch = [(1000, 2**31 - 3000), (1, 900_000), (16, 5)]
+    assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
+
+
+@pytest.mark.parametrize("batch", [[(20, -20)], [(300, -300), (17, -17)], [(300, -290), (1, 50)]])
+def test_plan_kernel_equals_its_twin_where_keys_are_missing(plan_on, batch):
+    """Dummy batches may have fewer keys than queries, or none and no decode beside."""
+    config = policy.choose(LLAMA, H200)
+    assert config.side_by_side
+    assert plan_on(batch, config) == plan_rule.plan_batch(*lengths(batch), config)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("batch", [[(1, 5000)] * 4, [(1, 5000)] * 40, [(1, 5000)] * 4 + [(99, 0)]])
+def test_no_plan_has_more_workers_than_records(plan_on, batch, num_workers):
+    """Whichever kernel a batch is for, and however few workers a caller's own choice has."""
+    config = dataclasses.replace(policy.choose(LLAMA, H200), num_workers=num_workers)
+    assert config.hopper_decode is not None
+    planned = plan_on(batch, config)
+    assert planned == plan_rule.plan_batch(*lengths(batch), config)
+    assert planned.header[1] == len(planned.worker_record) <= num_workers
+    assert planned.worker_record[-1][1] == planned.header[2]
+
+
 @given(
     batch=requests.filter(len),
     geometry=geometries,

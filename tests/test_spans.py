@@ -106,6 +106,18 @@ def test_any_spans_match_reference(batch, window, inside, page_size, device):
     run_and_check(case, device)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("last", [2**31 - 2, 2**31 - 1])
+def test_a_span_may_end_at_any_position(last, window, device):
+    """As of a prompt that comes in chunks and whose span has no end yet."""
+    case = Case(((70, 30), (3, 90)), head_dim=16, spans=(((40, 200),),) * 2, window=window)
+    batch = make_batch(case, device)
+    attn = make_attention(case, device)
+    spans = torch.tensor([[[40, last]]] * 2, dtype=torch.int32, device=device)
+    plan_batch(attn, batch, spans=spans)
+    check(batch, *attn.run(batch.q, batch.kv_cache, return_lse=True))
+
+
 def test_a_span_changes_what_is_computed(device):
     """So that agreement with the reference says something."""
     case = Case(((40, 10),), spans=(((15, 30),),))
@@ -212,6 +224,7 @@ def test_layers_with_spans_take_the_plain_kernel(device):
         ({"spans": torch.zeros(2, 2, 2, dtype=torch.int32)}, r"spans is torch.int32 \(2, 2, 2\)"),
         ({"spans": torch.zeros(1, 0, 2, dtype=torch.int32)}, r"accepted: contiguous torch.int32"),
         ({"spans": torch.zeros(1, 2, dtype=torch.int32)}, r"\(1, 1 or more, 2\)"),
+        ({"spans": [[(3, 9)]]}, r"spans=\[\[\(3, 9\)\]\]; accepted: a tensor or None"),
         ({"causal": False}, "spans of a batch that is not causal"),
     ],
 )

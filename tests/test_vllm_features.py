@@ -158,6 +158,24 @@ def test_drafters_replan_from_the_lengths_on_the_device():
     assert torch.equal(output, run_layer(again, query, cache))
 
 
+def test_a_plan_that_is_updated_keeps_its_spans():
+    builder = make_builder(draft_tokens=3)
+    batch = make_batch([4, 4], context=30)
+    metadata = builder.build(0, batch, True)
+    spans = torch.tensor([[[30, 33]], [[0, 0]]], dtype=torch.int32)
+    plan = metadata.plan
+    metadata.plan = builder.attn.plan(
+        plan.query_start_loc, plan.seq_lens, plan.block_table, num_tokens=plan.num_tokens,
+        max_query_len=metadata.max_query_len, spans=spans,
+    )  # fmt: skip
+    metadata.mm_prefix_range_tensor = spans
+    query, cache = torch.randn(8, HEADS, HEAD_DIM), make_cache(16)
+    before = run_layer(metadata, query, cache)
+    builder.update_draft_decode_metadata(metadata)
+    assert metadata.plan.spans is spans
+    assert torch.equal(before, run_layer(metadata, query, cache))
+
+
 def test_a_plan_that_was_updated_is_stale():
     """Metadata of another group's builder, or kept from before, does not pass for the new."""
     import dataclasses

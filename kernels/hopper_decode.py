@@ -2,10 +2,11 @@
 
 The plan, the cuts, the partial results and the order of merging are those of
 ``tilewise.kernels.decode``, its plain twin.  What differs is who waits: ``_producer`` (one warp)
-walks the program's stretch of key tiles by itself and keeps as many copies on their way as shared
-memory holds, over the ends of items as well, so that neither an item's start nor its merge leaves
-the memory idle.  ``_consumer`` (four warps) computes 64 rows, of which an item fills
-``BLOCK_M``; tensor cores have time to spare here.
+walks the program's stretch of key tiles by itself and keeps a few copies on their way, over the
+ends of items as well, so that neither an item's start nor its merge leaves the memory idle.  (More
+of them were slower: bench/NOTES.md.)  ``_consumer`` (four warps) computes the logits of one tile
+while it weighs the values of the tile before; of its 64 rows an item fills ``BLOCK_M``, for tensor
+cores have time to spare here.
 
 Programs are persistent, one an SM.  With programmatic dependent launch the next kernel's programs
 take over an SM as soon as this one's leaves it.

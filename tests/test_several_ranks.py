@@ -56,7 +56,7 @@ PROMPTS, TOKENS = prompts_of([1, 17, 90], seed=4), 5
 
 @pytest.fixture(
     scope="module",
-    params=[n if n == "dcp2" else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+    params=[pytest.param(n, marks=pytest.mark.slow) for n in CASES],
 )
 def done(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)

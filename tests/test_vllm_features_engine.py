@@ -67,6 +67,7 @@ def drafting_job(model: Path, folder: Path, speculative: dict, rounds: list[dict
     return run_job(folder, job)
 
 
+@pytest.mark.slow
 def test_eagle_drafts_are_accepted(tmp_path):
     """A drafter made to say what its target says; one whose attention is broken is not believed."""
     shape = TinyLlama(num_layers=1)

@@ -81,6 +81,25 @@ def copy_block(
 
 
 @gluon.jit
+def copy_keys_and_values(
+    k_desc, v_desc, k_pages_s, v_pages_s, k_full, k_empty, v_full, v_empty, ring, page0, page1,
+    kv_head, slot, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the ``ring``-th block of keys and of values as soon as their ring slots are empty."""
+    stage = ring % STAGES
+    parity = ((ring // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), parity)
+    copy_block(
+        k_desc, k_pages_s, k_full, stage, page0, page1, kv_head, slot, BLOCK_N, HEAD_DIM, PAGE_ROWS
+    )
+    mbarrier.wait(v_empty.index(stage), parity)
+    copy_block(
+        v_desc, v_pages_s, v_full, stage, page0, page1, kv_head, slot, BLOCK_N, HEAD_DIM, PAGE_ROWS
+    )
+
+
+@gluon.jit
 def block_pages(
     block_table_row_ptr, block, first_key, seq_len,
     BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_ROWS: gl.constexpr,

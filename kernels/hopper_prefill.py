@@ -35,7 +35,7 @@ from tilewise.kernels.hopper_parts import (
     barriers,
     block_pages,
     clear_rows,
-    copy_block,
+    copy_keys_and_values,
     describe,
     field,
     mask,
@@ -120,18 +120,10 @@ def _producer(
             next0, next1 = block_pages(
                 row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
             )
-            stage = ring % STAGES
-            parity = ((ring // STAGES) & 1) ^ 1
             in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
-            mbarrier.wait(k_empty.index(stage), parity)
-            copy_block(
-                k_desc, k_pages_s, k_full, stage, page0, page1, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, PAGE_ROWS,
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), parity)
-            copy_block(
-                v_desc, v_pages_s, v_full, stage, page0, page1, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, PAGE_ROWS,
+            copy_keys_and_values(
+                k_desc, v_desc, k_pages_s, v_pages_s, k_full, k_empty, v_full, v_empty, ring,
+                page0, page1, kv_head, in_page, BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
             )  # fmt: skip
             ring += 1
             page0 = next0

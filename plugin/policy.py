@@ -145,6 +145,7 @@ class HopperTiles:
 
     block_n: int
     num_stages: int
+    take_turns: bool = False
 
 
 @dataclass(frozen=True)

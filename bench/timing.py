@@ -43,6 +43,8 @@ class GraphTimer:
         self, calls: Sequence[Call], layers: int, monitor: GpuMonitor | None = None
     ) -> None:
         self.layers = layers
+        # The graph has addresses only: what the calls hold must live as long.
+        self._calls = calls
         self._monitor = monitor
         warm = torch.cuda.Stream()
         warm.wait_stream(torch.cuda.current_stream())

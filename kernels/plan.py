@@ -55,7 +55,9 @@ def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM
     lo = tl.where(lo < most_workers, few, lo)
     whole = lo // tl.maximum(items, 1) * items
     take_whole = (whole > 0) & ((lo < most_workers) | (8 * whole >= 7 * lo))
-    return tl.where(take_whole, whole, lo)
+    even = items // tl.maximum((items + lo - 1) // tl.maximum(lo, 1), 1)
+    take_even = (whole == 0) & (16 * even >= 15 * lo)
+    return tl.where(take_whole, whole, tl.where(take_even, even, lo))
 
 
 @triton.jit

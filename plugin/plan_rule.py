@@ -50,6 +50,9 @@ def active_workers(total: int, items: int, config: Config, most: int = 0) -> int
     whole = workers // items * items
     if whole and (workers < most or 8 * whole >= 7 * workers):
         return whole
+    even = items // cdiv(items, workers)
+    if not whole and 16 * even >= 15 * workers:
+        return even
     return workers
 
 

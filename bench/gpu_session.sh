@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU machine that reaches no package index.
 #
-#   bench/gpu_session.sh [STEP...]        steps: unpack tests kernels serve (default: all but serve)
+#   bench/gpu_session.sh [STEP...]        steps: unpack tests kernels serve operate
+#                                         (default: unpack tests kernels)
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -9,8 +10,10 @@
 #   SITE   where they are unpacked; PYTHONPATH gets it                    (default /tmp/site)
 #   OUT    where result files go                                         (default bench/results/h200)
 #   COMMIT the commit to record, where the checkout came without its git folder
-#   TEST_ARGS KERNEL_ARGS SERVE_ARGS   more arguments for pytest and for `tilewise bench …`
-#   TEST_TIMEOUT KERNEL_TIMEOUT SERVE_TIMEOUT   seconds after which a step is ended
+#   TEST_ARGS KERNEL_ARGS SERVE_ARGS OPERATE_ARGS   more arguments for pytest, for `tilewise bench …`
+#          and for tests/abuse/operate.py (abuse, JIT monitor, cold starts, roofline; in parallel)
+#   TEST_TIMEOUT KERNEL_TIMEOUT SERVE_TIMEOUT OPERATE_TIMEOUT   seconds after which a step is ended
+#   WORK   where operate puts models, homes and server logs               (default /tmp/operate)
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -94,6 +97,18 @@ serve() {
         ${SERVE_ARGS:-}
 }
 
+operate() {
+    # It ends its parts itself, with time to write what they found.
+    local seconds=${OPERATE_TIMEOUT:-420}
+    run timeout -k 20 "$seconds" python3 tests/abuse/operate.py --out "$out" \
+        --work "${WORK:-/tmp/operate}" --seconds $((seconds - 25)) \
+        ${COMMIT:+--commit "$COMMIT"} ${OPERATE_ARGS:-}
+    local code=$?
+    tar -czf "$out/operate-logs.tgz" -C "${WORK:-/tmp/operate}" --exclude="home_*" --exclude="cache_*" \
+        --exclude=model . 2>/dev/null
+    return $code
+}
+
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 mkdir -p "$out"
@@ -106,7 +121,7 @@ set -f
 for name in $steps; do
     case $name in
         unpack) ;;
-        tests | kernels | serve) step "$name" "$name" ;;
+        tests | kernels | serve | operate) step "$name" "$name" ;;
         *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
     esac
 done

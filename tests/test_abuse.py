@@ -150,7 +150,8 @@ def test_prompts_fit_and_vary(abuse):
 
 
 def memory(*values: float) -> list[dict[str, float]]:
-    return [{"api_mib": 400.0, "worker_mib": value, "gpu_mib": 900.0} for value in values]
+    gpu = {"gpu_allocated_mib": 700.0, "gpu_reserved_mib": 800.0, "gpu_mib": 900.0}
+    return [{"api_mib": 400.0, "worker_mib": value, **gpu} for value in values]
 
 
 def test_memory_that_grows_is_a_problem(abuse):
@@ -160,12 +161,16 @@ def test_memory_that_grows_is_a_problem(abuse):
     assert "worker_mib grew" in problem
 
 
-def test_memory_of_the_gpu_may_grow_less(abuse):
+@pytest.mark.parametrize(
+    ("name", "step", "grew"),
+    [("gpu_allocated_mib", 5, True), ("gpu_reserved_mib", 5, False), ("gpu_mib", 20, True)],
+)
+def test_memory_of_the_gpu_may_grow_less(abuse, name, step, grew):
     samples = memory(*[500] * 10)
     for index, sample in enumerate(samples):
-        sample["gpu_mib"] += 5 * index
-    (problem,) = abuse["checks"].check_memory(samples)["problems"]
-    assert "gpu_mib grew" in problem
+        sample[name] += step * index
+    problems = abuse["checks"].check_memory(samples)["problems"]
+    assert [f"{name} grew" in problem for problem in problems] == [True] * grew
 
 
 GOOD_METRICS = {

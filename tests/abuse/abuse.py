@@ -2,16 +2,18 @@
 
 On a machine without a GPU the kernels run in Triton's interpreter: the same cases, fewer requests.
 Prints a line a case and writes one JSON file; the exit code is 1 when anything was not as it
-should be.
+should be. ``--merge`` puts files of several runs with the same setup together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ sys.path[:] = [
 
 import torch  # noqa: E402
 from abuse_cases import CASES, Setup  # noqa: E402
+from abuse_run import Clocks, describe_run, end_on_sigterm, write  # noqa: E402
 from abuse_traffic import Limits  # noqa: E402
 from tiny_model import TinyLlama  # noqa: E402
 
 CPU_REQUESTS, GPU_REQUESTS = 500, 10_000
 
 
-def make_setup(folder: Path, gpu: bool, num_requests: int | None) -> Setup:
+def make_setup(folder: Path, gpu: bool, asked: argparse.Namespace) -> Setup:
     """Write the model, and choose sizes for the machine."""
     if not gpu:
         model = TinyLlama().write(folder / "model")
@@ -61,23 +64,23 @@ def make_setup(folder: Path, gpu: bool, num_requests: int | None) -> Setup:
             "--max-num-batched-tokens",
             "8192",
             "--kv-cache-memory-bytes",
-            str(8 << 30),
+            str(4 << 30),
             "--gpu-memory-utilization",
-            "0.2",
+            "0.05",
         ]
         limits = Limits(max_len=4096, max_tokens=64, concurrency=200, timeout=120)
     return Setup(
         model=model, folder=folder, gpu=gpu, dtype=torch.bfloat16 if gpu else torch.float32,
         arguments=["--attention-backend", "TILEWISE", "--max-model-len", str(limits.max_len),
                    *arguments],
-        limits=limits, num_requests=num_requests or (GPU_REQUESTS if gpu else CPU_REQUESTS),
-        sample=400 if gpu else 100, compared_tokens=4 if gpu else limits.max_tokens,
+        limits=limits, num_requests=asked.requests or (GPU_REQUESTS if gpu else CPU_REQUESTS),
+        load_seconds=asked.load_seconds, alone=not asked.shared_gpu, sample=400 if gpu else 100, compared_tokens=4 if gpu else limits.max_tokens,
         start_timeout=300 if gpu else 240,
     )  # fmt: skip
 
 
 def describe(setup: Setup) -> dict[str, Any]:
-    """What was abused, and where."""
+    """What was abused, and where; runs that differ in it are not put into one file."""
     import triton
     import vllm
 
@@ -94,13 +97,46 @@ def describe(setup: Setup) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results are of one setup and one commit."""
+    setup = ("device", "versions", "arguments", "limits")
+    commits = [result.get("env", {}).get("commit") for result in (one, other)]
+    return all(one.get(name) == other.get(name) for name in setup) and commits[0] == commits[1]
+
+
 def earlier_cases(out: Path, described: dict[str, Any]) -> dict[str, Any]:
     """Cases of an earlier run with the same setup that stand in the file; they are kept."""
     if not out.exists():
         return {}
     found = json.loads(out.read_text())
-    same = all(found.get(name) == value for name, value in described.items())
-    return dict(found["cases"]) if same else {}
+    return dict(found["cases"]) if is_same(found, described) else {}
+
+
+def merge(sources: list[Path], out: Path) -> int:
+    """Put the cases of several files into one; the exit code.
+
+    Raises
+    ------
+    SystemExit
+        When they are not of one setup and one commit.
+    """
+    found = [json.loads(path.read_text()) for path in sources]
+    for path, result in zip(sources, found, strict=True):
+        if not is_same(result, found[0]):
+            raise SystemExit(f"{path} is of another setup or commit than {sources[0]}")
+    cases = {name: case for result in found for name, case in result["cases"].items()}
+    ordered = {name: cases[name] for name in CASES if name in cases}
+    write(out, {**found[0], "cases": ordered})
+    return int(any(case["problems"] for case in ordered.values()))
+
+
+def run_case(name: str, setup: Setup) -> dict[str, Any]:
+    """Run one case; one that cannot go on has failed, and the next ones have their turn."""
+    try:
+        return CASES[name](setup)
+    except (RuntimeError, OSError, LookupError, subprocess.SubprocessError) as error:
+        traceback.print_exc()
+        return {"problems": [f"{type(error).__name__}: {error}"[-2000:]]}
 
 
 def main() -> int:
@@ -109,25 +145,40 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="default: all, %(default)s")
     parser.add_argument("--requests", type=int, help=f"of the case load; default: {CPU_REQUESTS}, "
                         f"or {GPU_REQUESTS} on a GPU")  # fmt: skip
+    parser.add_argument("--load-seconds", type=float, default=float("inf"), metavar="S",
+                        help="the load ends after the tenth in which this is over")  # fmt: skip
+    parser.add_argument("--shared-gpu", action="store_true",
+                        help="others use the GPU too: do not take all its memory for ours")  # fmt: skip
+    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="RESULT",
+                        help="run nothing: put these files' cases into --out")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--folder", type=Path, help="for the model and logs; default: temporary")
     asked = parser.parse_args()
+    if asked.merge:
+        return merge(asked.merge, asked.out)
     chosen = asked.cases.split(",")
     if unknown := sorted(set(chosen) - CASES.keys()):
         parser.error(f"unknown cases {', '.join(unknown)}; known are {', '.join(CASES)}")
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="tilewise-abuse-"))
-    setup = make_setup(folder, torch.cuda.is_available(), asked.requests)
-    result = {**describe(setup), "cases": earlier_cases(asked.out, describe(setup))}
+    end_on_sigterm()
+    setup = make_setup(folder, torch.cuda.is_available(), asked)
+    described = {"env": describe_run("tests/abuse/abuse.py", asked.commit), **describe(setup)}
+    result = {**described, "cases": earlier_cases(asked.out, described)}
     failed = False
     for name in chosen:
         started = time.monotonic()
         print(f"{name} …", flush=True)
-        case = CASES[name](setup)
+        with Clocks() as clocks:
+            case = run_case(name, setup)
+        env = describe_run("tests/abuse/abuse.py", asked.commit)
+        case["run"] = {"date": env["date"], "command": env["command"], "clocks": clocks.summary()}
         case["case_seconds"] = round(time.monotonic() - started, 1)
         failed |= bool(case["problems"])
         result["cases"][name] = case
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{name}: {'failed' if case['problems'] else 'fine'}, {case['case_seconds']} s")
+        write(asked.out, result)
+        print(f"{name}: {'failed' if case['problems'] else 'fine'}, {case['case_seconds']} s",
+              flush=True)  # fmt: skip
         for problem in case["problems"]:
             print(f"  {problem}")
     print(f"logs are in {folder}")

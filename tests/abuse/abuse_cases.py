@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from abuse_checks import check_answers, check_memory, check_metrics, folder_mib, scrape, settle
+from abuse_run import LIVE
 from abuse_server import VLLM, Server, engine_environment
 from abuse_traffic import REFUSED, Answer, Limits, Outcome, send
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,10 +42,14 @@ class Setup:
     sample: int
     compared_tokens: int
     start_timeout: float
+    load_seconds: float = float("inf")
+    alone: bool = True
 
     def server(self, name: str, **environ: str) -> Server:
         """Start a server; nobody has waited for it."""
-        return Server(self.model, self.folder / name, self.arguments, self.gpu, environ)
+        return Server(
+            self.model, self.folder / name, self.arguments, self.gpu, environ, self.alone
+        )
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -84,6 +90,8 @@ def load(setup: Setup) -> dict[str, Any]:
             found = settle(server, setup.limits.timeout)
             samples.append(server.memory())
             print(f"  {(part + 1) * share} requests, {samples[-1]}", flush=True)
+            if merged.seconds > setup.load_seconds:
+                break
         files = folder_mib(server.metrics_folder)
         served = sum(merged.counts[kind] for kind in ("answered", "streamed"))
         left = merged.counts["left"] + merged.counts["left_at_once"]
@@ -96,6 +104,8 @@ def load(setup: Setup) -> dict[str, Any]:
         setup.model, merged.answers[::step], setup.dtype, setup.gpu, setup.compared_tokens
     )
     memory = check_memory(samples)
+    if len(samples) < SEGMENTS:
+        problems.append(f"{len(samples) * share} of {setup.num_requests} requests in the time")
     if exit_code != 0:
         problems.append(f"SIGTERM: exit code {exit_code}")
     refused = sum(n for name, n in merged.counts.items() if name.startswith("status 4"))
@@ -107,7 +117,7 @@ def load(setup: Setup) -> dict[str, Any]:
     for part in (answers, memory, metrics):
         problems += part.pop("problems")
     return {
-        "requests": SEGMENTS * share, "start_seconds": round(start_seconds, 1),
+        "requests": len(samples) * share, "start_seconds": round(start_seconds, 1),
         **_summary(merged), "answers": answers, "memory": memory, "metrics": metrics,
         "problems": problems,
     }  # fmt: skip
@@ -259,14 +269,20 @@ ATTENTION_CONFIGS = {
 def _start(setup: Setup, name: str, arguments: list[str], **environ: str) -> tuple[int, str]:
     """Run a server that should not come up; exit code, or -1 if it did, and what it said."""
     command = [*VLLM, "serve", str(setup.model), "--port", "0", *setup.arguments, *arguments]
+    process = subprocess.Popen(
+        command, env=engine_environment(setup.gpu, environ), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    LIVE.add(process.pid)
     try:
-        done = subprocess.run(
-            command, env=engine_environment(setup.gpu, environ), capture_output=True,
-            timeout=setup.start_timeout, check=False, start_new_session=True,
-        )  # fmt: skip
+        said, _ = process.communicate(timeout=setup.start_timeout)
     except subprocess.TimeoutExpired:
         return -1, f"{name}: still there after {setup.start_timeout:g} s"
-    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        LIVE.discard(process.pid)
+    return process.returncode, said.decode(errors="replace")
 
 
 def _judge(name: str, code: int, text: str, must_say: str) -> list[str]:

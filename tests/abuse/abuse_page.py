@@ -80,9 +80,9 @@ def render(root: Path) -> str:
         lines += [f"**{result['device']}** ({versions}; [result](../{path}))", ""]
         lines += ["| abuse | what came of it |", "|---|---|"]
         for name, case in result["cases"].items():
-            said = figures(name, case)
-            if case["problems"]:
-                said = f"**failed**: {'; '.join(case['problems'])}"
+            said = f"**failed**: {'; '.join(case['problems'])}"
+            if not case["problems"]:
+                said = figures(name, case)
             lines.append(f"| {TITLES[name]} | {said} |")
         lines.append("")
     return "\n".join(lines).rstrip()

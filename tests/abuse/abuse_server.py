@@ -14,11 +14,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
+from abuse_run import LIVE
 
+HERE = Path(__file__).resolve().parent
 MIB = 2**20
 # The console script, as `python -m` would put this folder on the path.
 VLLM = [
@@ -73,6 +75,12 @@ class Server:
         Whether it runs on one.
     environ : Mapping[str, str], optional
         More environment.
+    alone : bool
+        Whether nothing else uses the GPU: all its memory is then this server's.
+    child_setup : callable, optional
+        Called in the new process before it becomes the server.
+    without : iterable of str
+        Variables that it does not inherit.
     """
 
     def __init__(
@@ -82,7 +90,11 @@ class Server:
         arguments: list[str],
         gpu: bool,
         environ: Mapping[str, str] | None = None,
+        alone: bool = True,
+        child_setup: Callable[[], None] | None = None,
+        without: Iterable[str] = (),
     ) -> None:
+        self.alone = alone
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics_folder = folder / "metrics"
         self.metrics_folder.mkdir(exist_ok=True)
@@ -91,14 +103,22 @@ class Server:
         self.log = folder / f"server-{self.port}.log"
         command = [
             *VLLM, "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
-            "--port", str(self.port), *arguments,
+            "--port", str(self.port), "--worker-extension-cls", "abuse_worker.Memory", *arguments,
         ]  # fmt: skip
-        environment = {"TILEWISE_METRICS_DIR": str(self.metrics_folder), **(environ or {})}
+        environment = {
+            "TILEWISE_METRICS_DIR": str(self.metrics_folder), "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.getenv("PYTHONPATH")])]),
+            **(environ or {}),
+        }  # fmt: skip
+        inherited = engine_environment(gpu, environment)
+        inherited = {name: text for name, text in inherited.items() if name not in set(without)}
+        self.started = time.monotonic()
         # Through a pipe: a limit on file sizes must not hit the log.
         self.process = subprocess.Popen(
-            command, env=engine_environment(gpu, environment), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            command, env=inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=child_setup,
         )  # fmt: skip
+        LIVE.add(self.process.pid)
         self._copier = threading.Thread(target=self._copy_log, daemon=True)
         self._copier.start()
 
@@ -114,13 +134,13 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def wait_until_up(self, timeout: float) -> float:
-        """Wait for ``/health``; how many seconds it took."""
-        started = time.monotonic()
-        while time.monotonic() - started < timeout:
+        """Wait for ``/health``; how many seconds it took from the start of the process."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
             if self.healthy():
-                return time.monotonic() - started
+                return time.monotonic() - self.started
             time.sleep(0.2)
         raise RuntimeError(f"the server did not come up:\n{self.text()[-4000:]}")
 
@@ -142,12 +162,16 @@ class Server:
             "model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
+        (choice,) = self.post("/v1/completions", body, timeout)["choices"]  # type: ignore[misc]
+        return list(choice["token_ids"])
+
+    def post(self, path: str, body: dict[str, object], timeout: float = 30) -> dict[str, object]:
+        """Answer to a JSON body."""
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return list(json.loads(answer.read())["choices"][0]["token_ids"])
+            return dict(json.loads(answer.read()))
 
     def worker(self, timeout: float = 60) -> psutil.Process:
         """The process that runs the model: the living one that writes metrics."""
@@ -169,12 +193,17 @@ class Server:
             return []
 
     def memory(self) -> dict[str, float]:
-        """MiB held by the API server, by its worker, and of the GPU by its processes."""
+        """MiB held by the API server, by its worker, and of the GPU by torch and its processes.
+
+        Where a container hides the GPU's processes, they count as long as this one is alone there.
+        """
         worker = self.worker()
         family = self._family()
         api = psutil.Process(self.process.pid)
         held = {"api_mib": _private(api), "worker_mib": _private(worker)}
-        used = _gpu_memory({process.pid for process in family})
+        (torch_holds,) = self.post("/collective_rpc", {"method": "held_by_torch"})["results"]  # type: ignore[misc]
+        held |= torch_holds
+        used = _gpu_memory({process.pid for process in family}, self.alone)
         return held if used is None else {**held, "gpu_mib": used}
 
     def stop(self, timeout: float = 60) -> int:
@@ -193,6 +222,7 @@ class Server:
         """End the whole process group, however it is."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        LIVE.discard(self.process.pid)
         self.process.wait()
         self._copier.join(10)
 
@@ -202,8 +232,11 @@ def _private(process: psutil.Process) -> float:
     return float(process.memory_full_info().uss) / MIB
 
 
-def _gpu_memory(pids: set[int]) -> float | None:
-    """MiB that these processes hold on GPUs; where a container hides pids, of the whole GPU."""
+def _gpu_memory(pids: set[int], alone: bool) -> float | None:
+    """MiB that these processes hold on GPUs; where pids are hidden, that of the whole GPU, or None.
+
+    The latter is that of these processes only where they are alone.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--format=csv,noheader,nounits"]
@@ -214,8 +247,8 @@ def _gpu_memory(pids: set[int]) -> float | None:
     rows = [line.split(", ") for line in done.stdout.splitlines() if ", " in line]
     known = [(int(pid), float(used)) for pid, used in rows if pid.isdigit() and used.isdigit()]
     own = [used for pid, used in known if pid in pids]
-    if own:
-        return sum(own)
+    if own or not alone:
+        return sum(own) if own else None
     done = subprocess.run(
         [*query, "--query-gpu=memory.used"], capture_output=True, text=True, timeout=30,
         check=False,

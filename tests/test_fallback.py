@@ -98,6 +98,7 @@ FEATURES = {
     "encoder_only": (5, "EncoderOnlyAttention_FlashAttentionBackend"),
     "prefix_lm": (6, "EncoderOnlyAttention_FlashAttentionBackend"),
     "shared_kv": (7, "TilewiseBackend"),
+    "rswa": (8, "TritonAttentionBackend"),
 }
 
 
@@ -116,6 +117,7 @@ def test_each_feature_is_counted_by_its_own_reason(seen):
         "fallback_layers{reason=chunk_lookback,target=TRITON_ATTN}": 1,
         "fallback_layers{reason=chunked_local,target=FLASH_ATTN}": 1,
         "fallback_layers{reason=prefix_lm,target=FLASH_ATTN}": 1,
+        "fallback_layers{reason=rswa,target=TRITON_ATTN}": 1,
         "fallback_layers{reason=sinks,target=FLASH_ATTN}": 1,
     }
 

@@ -24,7 +24,7 @@ The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found i
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added),
 ``drafts`` and ``accepted`` (tokens of a drafter) and ``seconds``; and for the engine
 ``start_counters``, ``block_size``, ``backend``, ``runner`` and ``preemptions``, and ``layers``:
-page size, window, soft cap, sinks and ALiBi of each of our layers.
+page size, window, soft cap, sinks, ALiBi and a shared cache of each of our layers.
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ def describe_layer(layer) -> dict:
         "soft_cap": impl.soft_cap,
         "sinks": impl.sinks is not None,
         "alibi": impl.alibi_slopes is not None,
+        "shares_kv": layer.kv_sharing_target_layer_name is not None,
     }
 
 

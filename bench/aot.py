@@ -195,7 +195,9 @@ def _compile_attention(
         constants |= _pieces(config)
     else:
         constants["BLOCK_Q"] = config.prefill_block_q
-    options = {"enable_fp_fusion": False} if kv_format(features) else {}
+    options: dict[str, Any] = {"enable_fp_fusion": False} if kv_format(features) else {}
+    if kernel == "decode":
+        options |= decode.register_options(kv_format(features), tiles.block_d)
     compiled = _compile(
         fn, signature, constants, _aligned(signature), arch, tiles.num_warps, **options
     )

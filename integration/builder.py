@@ -245,10 +245,10 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         Raises
         ------
         UnsupportedConfig
-            For a batch with a common prefix.
+            For a batch with a common prefix, or of a model with R-SWA.
         """
         batch = common_attn_metadata
-        _refuse_unsupported(common_prefix_len)
+        _refuse_unsupported(common_prefix_len, batch)
         # Drafts are trimmed on the device, so the host's longest query may understate them.
         # Of rewritten batches it is numpy's.
         max_query_len = int(max(batch.max_query_len, self.decode_query_len))
@@ -486,9 +486,15 @@ def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:
     return compilation.max_cudagraph_capture_size or 0
 
 
-def _refuse_unsupported(common_prefix_len: int) -> None:
+def _refuse_unsupported(common_prefix_len: int, batch: CommonAttentionMetadata) -> None:
     """Raise for what the kernels cannot mask."""
     if common_prefix_len != 0:
         raise UnsupportedConfig(
             f"common_prefix_len is {common_prefix_len}; tilewise has no cascade attention (0 only)"
+        )
+    if getattr(batch, "rswa_prefix_lens", None) is not None:
+        # Selection sends such layers elsewhere; the cache has no pages between prompt and window.
+        raise UnsupportedConfig(
+            "a batch with rswa_prefix_lens; tilewise has no R-SWA (TRITON_ATTN and FLEX_ATTENTION "
+            "compute it)"
         )

@@ -410,6 +410,14 @@ def _decode_kernel(
 _launch_decode = Launcher(_decode_kernel)
 
 
+def register_options(kv_format: str, block_d: int) -> dict[str, int]:
+    """What the compiler is told of registers where it would spill rather than pass 128.
+
+    It hopes for a second program on the SM; wide heads have one.
+    """
+    return {"maxnreg": 255} if kv_format and block_d > 256 else {}
+
+
 def _values_pair_up(kv: KvCache, block_d: int) -> bool:
     """Whether an fp8 cache's values can be read two columns at a time."""
     even = kv.v.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in kv.v.stride()[:-1])
@@ -511,5 +519,6 @@ def decode_attention(
         V_PAIRS=v_pairs,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
     )  # fmt: skip
-    options = kv.options | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, int] = {**kv.options, **register_options(kv.format, block_d)}
+    options |= {"launch_pdl": True} if pdl else {}
     _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps, **options)

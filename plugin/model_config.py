@@ -239,6 +239,12 @@ def _alibi(text: Config) -> bool:
     )
 
 
+def _rswa(config: Config, text: Config) -> bool:
+    """Reference sliding window attention, which Unlimited-OCR has without saying so."""
+    named = any(level.get("rswa_window") is not None for level in (config, text))
+    return named or config.get("model_type") == "unlimited-ocr"
+
+
 def _shares_kv(text: Config, index: int) -> bool:
     """Gemma 3n and its like: the last layers read the cache of earlier ones."""
     shared = int(text.get("num_kv_shared_layers") or 0)
@@ -272,7 +278,7 @@ def _layer(
         use_mm_prefix=config.get("model_type") in _MM_PREFIX,
         attn_type="encoder_only" if encoder else "decoder",
         has_sliding_window=window is not None,
-        use_rswa=config.get("rswa_window") is not None,
+        use_rswa=_rswa(config, text),
         alibi=_alibi(text),
         soft_cap=_first(text, "attn_logit_softcapping", "attn_logit_softcap") or None,
         layer_kind="ChunkedLocalAttention" if kind == "chunked" else "Attention",

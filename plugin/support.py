@@ -33,11 +33,13 @@ ORDER = (
 # In place of a list of backends: vLLM selects as if no backend had been named.
 VLLM_CHOICE = ("vLLM's choice",)
 
-# vLLM's layer classes that rewrite a backend's batches; all others are as good as ``Attention``.
+# vLLM's layer classes that rewrite a backend's batches, or count on a mask of its own; all others
+# are as good as ``Attention``.
 LAYER_KINDS = frozenset(
     {
         "ChunkedLocalAttention",
         "PrefillPrefixLMAttention",
+        "RSWAAttention",
         "StaticSinkAttention",
         "WhisperCausalAttentionWithBlockPooling",
     }
@@ -260,8 +262,11 @@ TABLE: tuple[Capability, ...] = (
         *_FLASH_OR_TRITON,
     ),
     Capability(
-        "rswa", "R-SWA", lambda r: r.use_rswa, "R-SWA not supported",
-        targets=("TRITON_ATTN", "FLEX_ATTENTION"), note="FLASH_ATTN needs its version 4",
+        "rswa", "R-SWA: generated tokens see the prompt and a window",
+        lambda r: r.use_rswa or r.layer_kind == "RSWAAttention",
+        "R-SWA not supported (reference sliding window attention: two ranges of keys a query)",
+        targets=("TRITON_ATTN", "FLEX_ATTENTION"),
+        note="FLASH_ATTN needs its version 4; for Unlimited-OCR vLLM takes these by name only",
     ),
     Capability(
         "mm_prefix", "bidirectional multimodal prefixes", lambda r: r.use_mm_prefix,

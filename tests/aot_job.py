@@ -18,13 +18,15 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
     from tilewise.bench import aot
 
     windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
+    heads = [f.partition("=")[2] for f in features if f.startswith("heads=")]
+    q, _, kv = (heads or ["32/8"])[0].partition("/")
     twin, kv_size = "twin" in features, 1 if aot.kv_format(features) else 0
     config = aot.configured(
-        dtype, arch, head_dim, page_size, window=sum(windows), kv_size=kv_size, twin=twin
+        dtype, arch, head_dim, page_size, (int(q), int(kv)), sum(windows), kv_size, twin
     )
     if "invariant" in features:
         config = policy.batch_invariant(config)
-    features = [f for f in features if f != "twin" and not f.startswith("window=")]
+    features = [f for f in features if f != "twin" and not f.startswith(("window=", "heads="))]
     return asdict(aot.resources(kernel, config, dtype, arch, features))
 
 

@@ -16,14 +16,15 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 ``rounds``
     A list of ``{"prompts", "max_tokens", "sabotage", "fresh", "logprobs"}``. ``sabotage`` breaks
     attention on purpose (see ``SABOTAGE``), ``fresh`` empties the prefix cache first. ``lora`` is
-    the folder of an adapter. ``before`` is a list of ``[method, arguments]`` called on the ``LLM``,
-    or ``["trample", [GiB]]``.
+    the folder of an adapter. ``images`` lists the files of each prompt's pictures; the round then
+    says as ``prompts`` what vLLM made of these. ``before`` is a list of ``[method, arguments]``
+    called on the ``LLM``, or ``["trample", [GiB]]``.
 
 The result holds, for every round, ``tokens``, ``cached`` (prompt tokens found in the prefix cache),
 ``gaps`` (with ``logprobs``: distance of the two best), ``counters`` (what that round added),
 ``drafts`` and ``accepted`` (tokens of a drafter) and ``seconds``; and for the engine
 ``start_counters``, ``block_size``, ``backend``, ``runner`` and ``preemptions``, and ``layers``:
-page size, window, soft cap, sinks and ALiBi of each of our layers.
+page size, window, soft cap, sinks, ALiBi and a shared cache of each of our layers.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def run_round(llm, spec: dict) -> dict:
         logprobs=2 if spec.get("logprobs") else None,
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in spec["prompts"]]
+    for prompt, files in zip(prompts, spec.get("images", ()), strict=False):
+        prompt |= _pictures(files)
     before, started = counters.snapshot(), time.monotonic()
     drafts = {name: _metric(llm, metric) for name, metric in DRAFTS.items()}
     with sabotaged(spec.get("sabotage")):
@@ -161,12 +164,20 @@ def run_round(llm, spec: dict) -> dict:
     after = counters.snapshot()
     return {
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
+        "prompts": [a.prompt_token_ids for a in answers] if spec.get("images") else None,
         "cached": [a.num_cached_tokens for a in answers],
         "gaps": [_gaps(a.outputs[0].logprobs) for a in answers] if spec.get("logprobs") else None,
         "counters": {name: n - before.get(name, 0) for name, n in after.items()},
         "seconds": round(time.monotonic() - started, 2),
         **{name: _metric(llm, metric) - drafts[name] for name, metric in DRAFTS.items()},
     }
+
+
+def _pictures(files: list[str]) -> dict:
+    """What a prompt with these pictures has besides its tokens."""
+    from PIL import Image
+
+    return {"multi_modal_data": {"image": [Image.open(file) for file in files]}} if files else {}
 
 
 def _adapter(spec: dict):
@@ -221,6 +232,7 @@ def describe_layer(layer) -> dict:
         "soft_cap": impl.soft_cap,
         "sinks": impl.sinks is not None,
         "alibi": impl.alibi_slopes is not None,
+        "shares_kv": layer.kv_sharing_target_layer_name is not None,
     }
 
 

@@ -147,6 +147,7 @@ def features(model):
         CrossAttention,
         EncoderOnlyAttention,
         PrefillPrefixLMAttention,
+        RSWAAttention,
     )
 
     with Scenario(model) as s:
@@ -158,6 +159,7 @@ def features(model):
         s.add(EncoderOnlyAttention)
         s.add(PrefillPrefixLMAttention)
         s.add(kv_sharing_target_layer_name="model.layers.2.self_attn.attn")
+        s.add(RSWAAttention, rswa_window=16)
         return s.report()
 
 

@@ -94,6 +94,18 @@ FULL += [
     for page in (16, 64)
 ]  # fmt: skip
 FULL += [("decode", "bf16", arch, 512, 64, "invariant") for arch in (80, 90, 100)]
+# Other ratios of heads: a merge of pieces takes registers by it, and so do the rows of a tile.
+FULL += [
+    (k, "bf16", arch, 512, page, *features, f"heads={heads}")
+    for k in ATTENTION
+    for arch, f in ((80, "e4m3_bits"), (90, "e4m3"), (100, "e4m3"))
+    for page in (16, 64)
+    for heads in ("8/1", "16/16", "32/1")
+    for features in ((), (f,))
+]
+FULL += [
+    ("prefill", "bf16", arch, 512, page, "spans") for arch in (80, 90, 100) for page in (16, 64)
+]
 FULL += [
     ("prefill", "bf16", arch, d, page, *features, "spans")
     for arch in (80, 89, 90, 100)
@@ -152,7 +164,7 @@ FULL_CHUNKS = {k: list(v) for k, v in groupby(sorted(FULL, key=_chunk), key=_chu
 def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
     if head_dim > 256:
-        return 64 if kernel == "decode" and features.startswith("e") else 0  # fp8: e4m3, e5m2
+        return 0
     if kernel != "prefill":
         return 64
     plain = features.replace("spans", "").replace("fp8_out", "")

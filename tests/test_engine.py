@@ -48,11 +48,11 @@ def prompts_of(lengths: list[int], seed: int = 0, shared: int = 0) -> list[list[
     return [prefix + [rng.randrange(4, 260) for _ in range(length)] for length in lengths]
 
 
-def run_job(folder: Path, job: dict, **environ: str) -> dict:
-    """Run ``engine_job.py`` on ``job`` and return its result."""
+def run_job(folder: Path, job: dict, script: Path = JOB_SCRIPT, **environ: str) -> dict:
+    """Run ``engine_job.py``, or a script like it, on ``job`` and return its result."""
     (folder / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
-        [sys.executable, str(JOB_SCRIPT), str(folder / "job.json"), str(folder / "result.json")],
+        [sys.executable, str(script), str(folder / "job.json"), str(folder / "result.json")],
         env={**os.environ, **CPU_ENGINE, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from agreement import compare, greedy_reference
 from test_engine import CPU_ENGINE, SMALL_ENGINE, prompts_of
+from test_model_zoo import GPU_ENGINE
 from tiny_model import TinyLlama
 
 from tilewise.errors import UnsupportedConfig
@@ -98,6 +99,7 @@ FEATURES = {
     "encoder_only": (5, "EncoderOnlyAttention_FlashAttentionBackend"),
     "prefix_lm": (6, "EncoderOnlyAttention_FlashAttentionBackend"),
     "shared_kv": (7, "TilewiseBackend"),
+    "rswa": (8, "TritonAttentionBackend"),
 }
 
 
@@ -116,6 +118,7 @@ def test_each_feature_is_counted_by_its_own_reason(seen):
         "fallback_layers{reason=chunk_lookback,target=TRITON_ATTN}": 1,
         "fallback_layers{reason=chunked_local,target=FLASH_ATTN}": 1,
         "fallback_layers{reason=prefix_lm,target=FLASH_ATTN}": 1,
+        "fallback_layers{reason=rswa,target=TRITON_ATTN}": 1,
         "fallback_layers{reason=sinks,target=FLASH_ATTN}": 1,
     }
 
@@ -232,7 +235,7 @@ def test_installing_again_changes_nothing(seen):
     assert seen["installed_once"] == {"same": True}
 
 
-# -- a real engine on the CPU ----------------------------------------------------------------------
+# -- a real engine --------------------------------------------------------------------------------
 
 WINDOW = 24
 ENGINE_JOB = """
@@ -240,8 +243,9 @@ import sys
 from dataclasses import replace
 import torch
 sys.path.insert(0, sys.argv[1])
-# The one question that TRITON_ATTN asks of CUDA itself.
-torch.cuda.get_device_capability = lambda device=None: (8, 0)
+if not torch.cuda.is_available():
+    # The one question that TRITON_ATTN asks of CUDA itself.
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
 from tilewise import support
 support.TABLE = tuple(
     replace(row, native=row.native and row.key != "sliding_window") for row in support.TABLE
@@ -269,9 +273,10 @@ def windowed_layers(model, layers) -> None:
 
 @vllm
 def test_tokens_of_a_model_whose_alternate_layers_fall_back(tmp_path, monkeypatch, device):
-    """Window in layers 0 and 2 by vLLM's TRITON_ATTN, the others ours, in one engine."""
-    if device.type != "cpu":
-        pytest.skip("runs on CPU tensors, in the interpreter")
+    """Window in layers 0 and 2 by vLLM's TRITON_ATTN, the others ours, in one engine.
+
+    In fp32, which FLASHINFER and FLASH_ATTN do not take.
+    """
     shape = TinyLlama(num_layers=4)
     plain, model = shape.write(tmp_path / "plain"), shape.write(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -279,14 +284,14 @@ def test_tokens_of_a_model_whose_alternate_layers_fall_back(tmp_path, monkeypatc
     config |= {"sliding_window": WINDOW, "layer_types": kinds}
     (model / "config.json").write_text(json.dumps(config))
     prompts = prompts_of([3, 40, 90], seed=11)
-    engine = {**SMALL_ENGINE, "dtype": "float32"}
+    engine = {**SMALL_ENGINE, "dtype": "float32", "gpu_memory_utilization": 0.2}
     rounds = [{"prompts": prompts, "max_tokens": 6}]
     job = {"model": str(model), "engine": engine, "rounds": rounds}
     (tmp_path / "job.json").write_text(json.dumps(job))
     files = [PROBE.parent, tmp_path / "job.json", tmp_path / "result.json"]
     done = subprocess.run(
         [sys.executable, "-c", ENGINE_JOB, *map(str, files)],
-        env={**os.environ, **CPU_ENGINE},
+        env={**os.environ, **CPU_ENGINE, **(GPU_ENGINE if device.type == "cuda" else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

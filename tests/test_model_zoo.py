@@ -1,9 +1,9 @@
 """Real architectures of vLLM's model zoo through its engine: every layer ours, tokens equal.
 
 Llama 3, Qwen 3 (norms of queries and keys), Phi 3 (heads of 96), Gemma 2 (window, soft cap),
-Gemma 3 (five windows to one), Gemma 4 (heads of 256 and 512), gpt-oss (sinks, window), Llama 4
-(chunked local attention), Granite 4 (Mamba 2 beside attention, pages of 144 tokens) and BLOOM
-(ALiBi), small but for what attention sees.
+Gemma 3 (five windows to one), Gemma 4 (heads of 256 and 512; caches shared between layers), gpt-oss
+(sinks, window), Llama 4 (chunked local attention), Granite 4 (Mamba 2 beside attention, pages of
+144 tokens) and BLOOM (ALiBi), small but for what attention sees.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def test_tokens_equal_hugging_face(name, tmp_path, device):
         assert layer["soft_cap"] == shape.soft_cap
         assert layer["sinks"] is shape.sinks
         assert layer["alibi"] is shape.alibi
+    assert sum(layer["shares_kv"] for layer in result["layers"]) == shape.shared
     counts = result["rounds"][0]["counters"]
     assert counts["launches{kernel=prefill}"] > 0
     assert counts["launches{kernel=decode}"] > 0

@@ -235,6 +235,25 @@ def test_micro_batches_add_up_to_the_batch(name):
             torch.testing.assert_close(output, right[rows], atol=1e-5, rtol=1e-5)
 
 
+def test_micro_batches_share_no_buffer():
+    """And two of one builder, whose buffers hold the last plan only, are refused."""
+    from tilewise.errors import PlanMismatch
+
+    batch = make_batch([8, 8])
+    slices, halves = split(batch)
+    builders = [make_builder(), make_builder()]
+    owned = [
+        {v.untyped_storage().data_ptr() for v in vars(x.attn).values() if torch.is_tensor(v)}
+        for x in builders
+    ]
+    assert len(owned[0]) >= 10
+    assert not owned[0] & owned[1]
+    first, _ = (builders[0].build(0, half) for half in halves)
+    query = torch.randn(16, HEADS, HEAD_DIM)[slices[0].token_slice]
+    with pytest.raises(PlanMismatch, match="stale plan"):
+        run_layer(first, query, make_cache(64))
+
+
 def test_a_micro_batch_of_padding_has_no_work():
     """vLLM's V2 runner leaves a trailing one with the last request and none of its tokens."""
     from vllm.v1.worker.gpu.ubatch_utils import _slice_query_start_loc, _slice_seq_lens

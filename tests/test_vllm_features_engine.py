@@ -13,7 +13,7 @@ import torch
 from agreement import compare, greedy_reference
 from safetensors.torch import load_file, save_file
 from test_engine import SMALL_ENGINE, prompts_of, run_job
-from tiny_addons import merge_lora, write_eagle, write_lora
+from tiny_addons import merge_lora, write_eagle, write_lora, write_mtp
 from tiny_model import TinyLlama
 
 pytestmark = pytest.mark.vllm
@@ -95,6 +95,19 @@ def test_a_draft_model_equal_to_its_target_is_always_right(tmp_path):
     # The last drafts of a row may reach past its end.
     assert done["drafts"] > 0
     assert done["accepted"] >= done["drafts"] - 4 * len(DRAFTED)
+
+
+@pytest.mark.slow
+def test_a_module_for_several_tokens_is_accepted(tmp_path):
+    """MTP: a block of the model itself drafts; with its attention broken it is not believed."""
+    shape, reference = TinyLlama(num_layers=1, hidden_size=256), tmp_path / "reference"
+    model = write_mtp(shape, tmp_path / "model", reference)
+    rounds = [{}, {"sabotage": "drafter"}]
+    good, broken = drafting_job(model, tmp_path, {"method": "mtp"}, rounds)["rounds"]
+    for done in (good, broken):
+        check_equal(reference, DRAFTED, done, DRAFTED_TOKENS)
+    assert good["accepted"] >= 0.5 * good["drafts"] > 0
+    assert broken["accepted"] < 0.25 * broken["drafts"]
 
 
 # -- KV connectors --------------------------------------------------------------------------------

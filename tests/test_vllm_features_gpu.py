@@ -4,8 +4,7 @@ Sleep and wake, CPU offload of the KV cache, drafters, LoRA, fp8 weights, and vL
 compiled models across versions of tilewise. Every engine is small and takes a process of its own;
 those that need no quiet GPU start side by side, and tests look at what they returned.
 
-Not here: dual batch overlap in an engine, which vLLM starts with expert-parallel kernels of other
-projects only (``test_vllm_features`` plans its micro-batches).
+Dual batch overlap is in ``test_micro_batches``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import tiny_zoo
 import torch
 from agreement import Reference, compare, greedy_reference
 from test_engine import prompts_of
-from tiny_addons import merge_lora, write_eagle, write_lora
+from tiny_addons import merge_lora, write_eagle, write_lora, write_mtp
 from tiny_model import TinyLlama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -115,6 +114,8 @@ def make_jobs(folder: Path) -> dict[str, Job]:
     single = TinyLlama(num_layers=1)
     target = single.write(folder / "target")
     drafter = write_eagle(single, target, folder / "eagle")
+    wide = TinyLlama(num_layers=1, hidden_size=256)
+    mtp = write_mtp(wide, folder / "mtp", reference=folder / "mtp_target")
     bloom = tiny_zoo.write("bloom", folder / "bloom")
 
     def drafting(**settings: object) -> dict:
@@ -137,6 +138,7 @@ def make_jobs(folder: Path) -> dict[str, Job]:
         ),
         "eagle": Job(target, drafting(method="eagle", model=str(drafter)), [drafted, drafted]),
         "draft_model": Job(target, drafting(method="draft_model", model=str(target)), [drafted]),
+        "mtp": Job(mtp, drafting(method="mtp"), [drafted, drafted]),
         "offload": Job(model, {**ENGINE, "kv_transfer_config": offload}, [ROUND, ROUND]),
         "fp8": Job(model, fp8, [first, {**first, "sabotage": "zeros"}]),
         "fp8_fused": Job(model, {**fp8, "compilation_config": fused}, [first]),
@@ -239,12 +241,15 @@ def test_pages_come_back_from_the_cpu(finished, reference):
 # -- drafters -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "share"), [("eagle", 0.5), ("draft_model", 0.8)])
-def test_drafters_draft_right_and_change_no_token(finished, folder, name, share):
+@pytest.mark.parametrize(
+    ("name", "target", "share"),
+    [("eagle", "target", 0.5), ("mtp", "mtp_target", 0.5), ("draft_model", "target", 0.8)],
+)
+def test_drafters_draft_right_and_change_no_token(finished, folder, name, target, share):
     """Drafts that graphs attend to wrongly are rejected; EAGLE's are right but for the start."""
     result = finished(name)
     check_graphs(result)
-    expected = greedy_reference(folder / "target", DRAFTED, DRAFTED_TOKENS)
+    expected = greedy_reference(folder / target, DRAFTED, DRAFTED_TOKENS)
     for done in result["rounds"]:
         agreement = compare(expected, done["tokens"])
         print(f"{name}: {done['accepted']} of {done['drafts']} drafts accepted; {agreement}")

@@ -1,4 +1,4 @@
-"""What is put on top of a tiny Llama: a LoRA adapter, an EAGLE drafter."""
+"""What is put on top of a tiny Llama: a LoRA adapter, an EAGLE drafter, an MTP module."""
 
 from __future__ import annotations
 
@@ -111,4 +111,57 @@ def write_eagle(shape: TinyLlama, model: Path, folder: Path) -> Path:
         shape.dtype
     )
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_mtp(shape: TinyLlama, folder: Path, reference: Path) -> Path:
+    """Write a MiMo checkpoint, whose module for multi-token prediction drafts what it says itself.
+
+    MiMo is Qwen 2 with modules (MTP) that are given the target's hidden states and the embeddings
+    of the text without its first token. This one ignores the former, and its block is the target's
+    only layer, so that it drafts what the target would say to such a text; the embeddings have unit
+    mean square, which leaves them as they are in the module's norm. vLLM blanks the first of them.
+
+    Parameters
+    ----------
+    shape : TinyLlama
+        Of the target; of one layer, and heads that fill its hidden size.
+    folder : Path
+        Where; made if needed, and returned.
+    reference : Path
+        Where the target alone is written, as a Qwen 2 that Hugging Face knows.
+    """
+    from safetensors.torch import load_file
+
+    if shape.num_layers != 1 or shape.num_heads * shape.head_dim != shape.hidden_size:
+        raise ValueError(f"{shape}; accepted: one layer, num_heads * head_dim = hidden_size")
+    shape.write(reference)
+    weights = load_file(reference / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"].float()
+    embedding *= embedding.square().mean(dim=-1, keepdim=True).rsqrt()
+    weights["model.embed_tokens.weight"] = embedding.to(shape.dtype)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows = weights[f"model.layers.0.self_attn.{name}.weight"].shape[0]
+        weights[f"model.layers.0.self_attn.{name}.bias"] = torch.zeros(rows, dtype=shape.dtype)
+    config = {**shape.config(), "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (reference / "config.json").write_text(json.dumps(config))
+    save_file(weights, reference / "model.safetensors", metadata={"format": "pt"})
+
+    shape.write(folder)
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, module = shape.hidden_size, "model.mtp_layers.0."
+    ones = torch.ones(hidden, dtype=shape.dtype)
+    kept = {
+        name.replace("model.layers.0.", module): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith("model.layers.0.")
+    }
+    kept |= {f"{module}{name}.weight": ones.clone() for name in (
+        "token_layernorm", "hidden_layernorm", "final_layernorm",
+    )}  # fmt: skip
+    kept[f"{module}input_proj.weight"] = torch.cat(
+        [torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1
+    ).to(shape.dtype)
+    save_file({**weights, **kept}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

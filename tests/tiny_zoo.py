@@ -45,6 +45,7 @@ class Shape:
     soft_cap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    shared: int = 0  # layers that write no keys of their own
     block_size: int | None = None  # of the engine's options
     page_size: int = 64  # what comes of it, in layers with the largest keys
     page_sizes: tuple[int, ...] = ()  # of each layer, where they differ
@@ -102,6 +103,17 @@ ZOO = {
             "vocab_size_per_layer_input": 512,
         },
         (WINDOW, None), embedding=0.05, page_sizes=(128, 64),
+    ),
+    # The last two layers read what the first of their kind wrote.
+    "gemma4_shared": Shape(
+        "Gemma4TextConfig",
+        DECODER | {
+            "head_dim": 256, "global_head_dim": 512, "sliding_window": WINDOW,
+            "num_hidden_layers": 4, "layer_types": kinds("s", "f", "s", "f"),
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+        },
+        (WINDOW, None, WINDOW, None), embedding=0.05, page_sizes=(128, 64, 128, 64), shared=2,
     ),
     "gpt_oss": Shape(
         "GptOssConfig",

@@ -5,6 +5,7 @@ of its CPU build. This package supplies both, for tests:
 
 * ``platform``: a CPU platform that lets ``TILEWISE`` and ``CUSTOM`` be selected,
 * ``op_shims``: the few C++ operators the engine calls, written with torch,
+* ``image_shims``: image processors that do without torchvision, where it is missing,
 * ``triton_shims``: an attribute of compiled kernels that vLLM reads off interpreted ones,
 * ``tilewise.kernels.interpreter`` is installed here: it corrects bfloat16 arithmetic.
 
@@ -33,6 +34,10 @@ def platform() -> str | None:
     # vLLM replaces Triton by a placeholder when it sees no GPU driver, unless the list of visible
     # GPUs is set and empty. It asks for the platform before it looks, so this is early enough.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    # Every process that imports model code asks, those that look at it only among them.
+    from tilewise_cpu_platform import image_shims
+
+    image_shims.install()
     return "tilewise_cpu_platform.platform.TilewiseCpuPlatform"
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 JOB_SCRIPT = Path(__file__).with_name("parallel_job.py")
-JOB_TIMEOUT = 240
+JOB_TIMEOUT = 360
 
 # Multicast over NVLink outlives a program that dies, on hosts that forbid it for that reason.
 NO_MULTICAST = {

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,17 +171,31 @@ class Done:
     place: Path
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def done(request, models, tmp_path_factory) -> Done:
-    case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
-    model = models[case.model]
+def run_case(name: str, model: Model, folder: Path) -> Done:
+    """Start the engine of one case, and wait for what it returns."""
+    case = CASES[name]
     broken = {**model.rounds[-1], "broken": list(case.places[1])}
     engine = {**COMMON, **case.engine}
     job = {"model": str(model.folder), "engine": engine, "rounds": [*model.rounds, broken]}
     began = time.monotonic()
-    result = run_jobs({request.param: job}, folder, case.start)[request.param]
-    print(f"{request.param}: {time.monotonic() - began:.0f} s")
-    return Done(case, model, result, folder / request.param)
+    result = run_jobs({name: job}, folder, case.start)[name]
+    print(f"{name}: {time.monotonic() - began:.0f} s")
+    return Done(case, model, result, folder / name)
+
+
+@pytest.fixture(scope="module")
+def started(models, tmp_path_factory) -> Iterator[dict[str, Future[Done]]]:
+    """All cases, side by side: most of the time is that of starting Python and compiling."""
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        yield {
+            name: pool.submit(run_case, name, models[case.model], tmp_path_factory.mktemp(name))
+            for name, case in CASES.items()
+        }
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def done(request, started) -> Done:
+    return started[request.param].result()
 
 
 def test_tokens_agree_with_one_gpu(done):

@@ -22,6 +22,7 @@ from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import self_check
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.spans import is_clamped
+from tilewise.integration.triton_cache import kept_for_all_models
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         )
     kind = _kind(builder, layer, kv_cache)
     builder.is_warm = True
-    with torch.inference_mode(), counters.paused():
+    with torch.inference_mode(), counters.paused(), kept_for_all_models():
         if cuda and kind not in _compiled:
             warm_up(builder, layer, kv_cache)
             _compiled.add(kind)

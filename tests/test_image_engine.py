@@ -64,7 +64,8 @@ def reference(folder: Path, prompts, pictures, causal: bool = False) -> Referenc
     return Reference(rows, gaps)
 
 
-def test_tokens_equal_hugging_face(tmp_path, device):
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_tokens_equal_hugging_face(runner, tmp_path, device):
     model = tiny_image_model.write(tmp_path / "model")
     files = iter(tiny_image_model.draw(tmp_path, sum(COUNTS)))
     pictures = [[str(next(files)) for _ in range(count)] for count in COUNTS]
@@ -74,7 +75,9 @@ def test_tokens_equal_hugging_face(tmp_path, device):
         "gpu_memory_utilization": 0.2,
     }  # fmt: skip
     job = {"model": str(model), "engine": engine, "rounds": [good, {**good, "fresh": False}]}
-    result = run_job(tmp_path, job, **(GPU_ENGINE if device.type == "cuda" else {}))
+    environ = GPU_ENGINE if device.type == "cuda" else {}
+    result = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "v2")), **environ)
+    assert result["runner"] == runner
     assert result["impls"] == ["TilewiseImpl"]
     # Two kinds of layers, with spans and without them.
     assert result["start_counters"]["self_checks{result=passed}"] == 2

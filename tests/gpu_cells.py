@@ -169,7 +169,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     ),
     "fallback of a model and of single layers": (
         "test_rswa.py::test_a_model_falls_back_and_its_tokens_are_right",
-        "test_fallback.py::test_tokens_of_a_model_whose_alternate_layers_fall_back",
+        "test_fallback_engine.py::test_tokens_of_a_model_whose_alternate_layers_fall_back",
+        "test_fallback_engine.py::test_two_backends_share_the_cuda_graphs",
     ),
     "tensor parallel 2": (f"{RANKS}[tp2]", f"{WORKERS}[tp2]"),
     "pipeline parallel 2": (f"{RANKS}[pp2]", f"{WORKERS}[pp2]"),

@@ -3,8 +3,8 @@
 vLLM 0.33 splits a step (dual batch overlap, DBO) where several ranks of expert parallelism agree
 to, over kernels that are not part of it. Here one rank decides for itself, and the micro-batches
 hand over to each other after every attention layer, as they would around an exchange of experts.
-Slices, metadata, threads and CUDA graphs are those of vLLM's V1 runner. Its CPU runner has no
-micro-batches: there the model is wrapped as on a GPU, and streams and events are stood in for.
+Slices, metadata, threads and CUDA graphs are vLLM's, of either model runner. On a CPU streams and
+events are stood in for, and the V1 runner's model is wrapped as it is on a GPU.
 
 The result also has ``split_steps``, how many steps were split; ``replays``, how many of them were
 one replayed graph; and ``handovers``, how often a micro-batch left off after a layer of ours.
@@ -27,7 +27,7 @@ SEEN = {"split_steps": 0, "replays": 0, "handovers": 0}
 
 
 def decide_alone() -> None:
-    """Split by the thresholds, without other ranks."""
+    """Split by the thresholds, without other ranks, in the V1 runner."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker import gpu_model_runner, gpu_ubatch_wrapper
     from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds, is_last_ubatch_empty
@@ -63,6 +63,35 @@ def decide_alone() -> None:
     gpu_ubatch_wrapper.DPMetadata = SimpleNamespace(make=lambda *_: None)
 
 
+def decide_alone_v2() -> None:
+    """The same in the V2 runner, where a graph holds both halves or none."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import model_runner, ubatch_utils
+    from vllm.v1.worker.ubatch_utils import check_ubatch_thresholds
+
+    dispatch = model_runner.dispatch_cg_and_sync_dp
+
+    def dispatch_and_split(
+        manager, num_reqs, num_tokens, uniform, *ranks, parallel_config, allow_ubatching, **named
+    ):
+        batch, sync = dispatch(manager, num_reqs, num_tokens, uniform, *ranks, **named)
+        wanted = check_ubatch_thresholds(parallel_config, num_tokens, uniform_decode=False)
+        if not (allow_ubatching and wanted):
+            return batch, sync
+        count, split = parallel_config.num_ubatches, None
+        if manager is not None and not named.get("need_eager"):
+            split = manager.dispatch(num_reqs, num_tokens, uniform, 0, num_ubatches=count)
+        if split is None or 2 * num_tokens < split.num_tokens:
+            split = type(batch)(CUDAGraphMode.NONE, num_tokens, num_reqs, num_ubatches=count)
+        SEEN["split_steps"] += 1
+        SEEN["replays"] += split.cg_mode == CUDAGraphMode.FULL
+        return split, sync
+
+    model_runner.dispatch_cg_and_sync_dp = dispatch_and_split
+    model_runner.maybe_build_ubatch_runner = ubatch_utils.UBatchRunner
+    ubatch_utils.DPMetadata = SimpleNamespace(make=lambda *_: None)
+
+
 def hand_over_after_layers() -> None:
     """Alternate between micro-batches after each attention layer."""
     from vllm.v1.worker import ubatching
@@ -86,6 +115,7 @@ def do_without_cuda() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.utils import torch_utils
     from vllm.v1.worker import cpu_model_runner, gpu_ubatch_wrapper, ubatching
+    from vllm.v1.worker.gpu import ubatch_utils
 
     class Event:
         """Nothing is recorded where nothing runs at the same time."""
@@ -100,9 +130,10 @@ def do_without_cuda() -> None:
         current_stream=torch_utils.current_stream, CUDAGraph=None, stream=contextlib.nullcontext,
     )  # fmt: skip
     accelerator = SimpleNamespace(set_device_index=lambda device: None)
-    for module in (gpu_ubatch_wrapper, ubatching):
+    for module in (gpu_ubatch_wrapper, ubatch_utils, ubatching):
         module.torch = Torch(cuda=cuda, accelerator=accelerator, Event=Event)
-    gpu_ubatch_wrapper.create_sm_control_context = lambda config: contextlib.nullcontext()
+    for module in (gpu_ubatch_wrapper, ubatch_utils):
+        module.create_sm_control_context = lambda config: contextlib.nullcontext()
 
     load = cpu_model_runner.CPUModelRunner.load_model
 
@@ -127,6 +158,7 @@ class Torch:
 
 def main(job_path: str, result_path: str) -> None:
     decide_alone()
+    decide_alone_v2()
     hand_over_after_layers()
     if not torch.cuda.is_available():
         do_without_cuda()

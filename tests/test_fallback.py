@@ -1,6 +1,7 @@
 """Layers that are not ours: who gets them, what is said and counted, and what is left alone.
 
-The layers are vLLM's own, built on its GPU platform with a faked GPU (``fallback_probe.py``).
+The layers are vLLM's own, built on its GPU platform with a faked GPU (``fallback_probe.py``);
+engines of two backends are in ``test_fallback_engine``.
 """
 
 import importlib
@@ -10,12 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import agreement
 import pytest
-import torch
-from agreement import compare, greedy_reference
-from test_engine import CPU_ENGINE, SMALL_ENGINE, prompts_of
-from test_model_zoo import GPU_ENGINE
+from test_engine import CPU_ENGINE
 from tiny_model import TinyLlama
 
 from tilewise.errors import UnsupportedConfig
@@ -233,94 +230,6 @@ def test_two_backends_agree_on_pages_layout_and_graphs(seen, feature, target, si
 @vllm
 def test_installing_again_changes_nothing(seen):
     assert seen["installed_once"] == {"same": True}
-
-
-# -- a real engine --------------------------------------------------------------------------------
-
-WINDOW = 24
-ENGINE_JOB = """
-import sys
-from dataclasses import replace
-import torch
-sys.path.insert(0, sys.argv[1])
-if not torch.cuda.is_available():
-    # The one question that TRITON_ATTN asks of CUDA itself.
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
-from tilewise import support
-support.TABLE = tuple(
-    replace(row, native=row.native and row.key != "sliding_window") for row in support.TABLE
-)
-import engine_job
-engine_job.main(*sys.argv[2:])
-"""
-
-
-def windowed_layers(model, layers) -> None:
-    """Give some layers of a Hugging Face model a sliding window."""
-
-    def narrow(module, args, kwargs):
-        mask = kwargs["attention_mask"]
-        queries, keys = mask.shape[-2:]
-        last = torch.arange(keys - queries, keys)[:, None]
-        left = torch.arange(keys) <= last - WINDOW
-        low = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        kwargs["attention_mask"] = mask.masked_fill(left, low)
-        return args, kwargs
-
-    for index in layers:
-        model.model.layers[index].register_forward_pre_hook(narrow, with_kwargs=True)
-
-
-@vllm
-def test_tokens_of_a_model_whose_alternate_layers_fall_back(tmp_path, monkeypatch, device):
-    """Window in layers 0 and 2 by vLLM's TRITON_ATTN, the others ours, in one engine.
-
-    In fp32, which FLASHINFER and FLASH_ATTN do not take.
-    """
-    shape = TinyLlama(num_layers=4)
-    plain, model = shape.write(tmp_path / "plain"), shape.write(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    kinds = ["sliding_attention", "full_attention"] * 2
-    config |= {"sliding_window": WINDOW, "layer_types": kinds}
-    (model / "config.json").write_text(json.dumps(config))
-    prompts = prompts_of([3, 40, 90], seed=11)
-    engine = {**SMALL_ENGINE, "dtype": "float32", "gpu_memory_utilization": 0.2}
-    rounds = [{"prompts": prompts, "max_tokens": 6}]
-    job = {"model": str(model), "engine": engine, "rounds": rounds}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    files = [PROBE.parent, tmp_path / "job.json", tmp_path / "result.json"]
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE_JOB, *map(str, files)],
-        env={**os.environ, **CPU_ENGINE, **(GPU_ENGINE if device.type == "cuda" else {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["impls"] == [ALWAYS_OURS, "TritonAttentionImpl"]
-    said = [line for line in done.stdout.splitlines() if "tilewise leaves" in line]
-    assert len(said) == 1
-    assert "2 layers to TRITON_ATTN (sliding window not supported): model.layers.{0,2}." in said[0]
-    steps = sum(
-        n for name, n in result["rounds"][0]["counters"].items() if name.startswith("steps{")
-    )
-    assert result["rounds"][0]["counters"]["launches{kernel=cache_write}"] == 2 * steps
-
-    tokens = result["rounds"][0]["tokens"]
-    assert not compare(greedy_reference(plain, prompts, 6), tokens).agrees
-    load = agreement._load
-
-    def load_windowed(*args):
-        loaded = load(*args)
-        windowed_layers(loaded, (0, 2))
-        return loaded
-
-    monkeypatch.setattr(agreement, "_load", load_windowed)
-    found = compare(greedy_reference(plain, prompts, 6), tokens)
-    assert found.num_equal == len(prompts), str(found)
 
 
 @vllm

@@ -64,17 +64,21 @@ def reference(folder: Path, prompts, pictures, causal: bool = False) -> Referenc
     return Reference(rows, gaps)
 
 
-def test_tokens_equal_hugging_face(tmp_path, device):
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_tokens_equal_hugging_face(runner, tmp_path, device):
     model = tiny_image_model.write(tmp_path / "model")
     files = iter(tiny_image_model.draw(tmp_path, sum(COUNTS)))
     pictures = [[str(next(files)) for _ in range(count)] for count in COUNTS]
     good = {"prompts": PROMPTS, "images": pictures, "max_tokens": TOKENS, "fresh": True}
     engine = {
         **SMALL_ENGINE, "dtype": "float32", "max_num_batched_tokens": 512,
-        "gpu_memory_utilization": 0.2,
+        "gpu_memory_utilization": 0.2, "mm_encoder_attn_backend": "TORCH_SDPA",
     }  # fmt: skip
     job = {"model": str(model), "engine": engine, "rounds": [good, {**good, "fresh": False}]}
-    result = run_job(tmp_path, job, **(GPU_ENGINE if device.type == "cuda" else {}))
+    # The encoder's convolutions would be TF32.
+    environ = {**GPU_ENGINE, "NVIDIA_TF32_OVERRIDE": "0"} if device.type == "cuda" else {}
+    result = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "v2")), **environ)
+    assert result["runner"] == runner
     assert result["impls"] == ["TilewiseImpl"]
     # Two kinds of layers, with spans and without them.
     assert result["start_counters"]["self_checks{result=passed}"] == 2

@@ -252,3 +252,40 @@ def test_the_load_varies(modules):
     assert {len(body["prompt"]) for body in seen} >= {15, 16, 17, 63, 64, 65, 1023, 1024, 1025}
     long = [tuple(body["prompt"][:64]) for body in seen if len(body["prompt"]) >= 64]
     assert len(set(long)) < len(long)  # prefix hits
+
+
+# -- the docs -------------------------------------------------------------------------------------
+
+
+def test_the_docs_show_the_published_figures():
+    command = [sys.executable, str(ABUSE / "operate_page.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"run {ABUSE.name}/operate_page.py\n{done.stdout}"
+
+
+def test_the_docs_hide_no_failure(modules, tmp_path):
+    page = importlib.import_module("operate_page")
+    folder = tmp_path / page.RESULTS
+    folder.mkdir(parents=True)
+    env = {"gpu": "H200", "cpus": 16, "date": "2026-11-30T04:00:00+00:00", "commit": "c" * 40}
+    rows = [started(), failed("read_only"), {**failed("at_once"), "skipped": "no"}]
+    result = {"env": env, "rows": rows, "problems": ["cold TILEWISE: exit code 3"]}
+    (folder / "cold_start.json").write_text(json.dumps(result))
+    table = page.start_table(tmp_path)
+    assert "| empty caches | TILEWISE | 60 | 2.0 |" in table
+    assert "| a home that cannot be written | TILEWISE | did not come up |" in table
+    assert "not tried: no" in table
+    assert "**failed**: cold TILEWISE: exit code 3" in table
+    assert "commit cccccccccccc" in table
+    row = {
+        "server": "plain", "backend": "TILEWISE", "mode": "error", "requests": 9, "shortest": 1,
+        "longest": 32768, "largest_batch": 320, "problems": [], "compiled_ours": {},
+        "compiled_others": {},
+    }  # fmt: skip
+    broken = {"compiled_ours": {"_decode_kernel": 2}, "compiled_others": {"_topk": 1}}
+    rows = [row | {"server": "fp8"} | broken, row, row | {"server": "ngram", "problems": ["503"]}]
+    (folder / "jit_monitor.json").write_text(json.dumps({"env": env, "rows": rows}))
+    lines = page.jit_table(tmp_path).splitlines()
+    assert "| 9 | 1 to 32768 | 320 | nothing |" in lines[2]
+    assert "**failed**: 503" in lines[3]
+    assert "ours: `_decode_kernel`; vLLM's: `_topk`" in lines[4]

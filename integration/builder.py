@@ -180,6 +180,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
         ]
         self.attn, *self._others = made
+        # What `start_up` launches kernels for.
+        self.every_attn = tuple(made)
+        self.causal_kinds = start_up.causal_kinds(kv_cache_spec, vllm_config, self.is_cross)
         self.sharded = None
         if shards is not None:
             self.sharded = ShardedAttention(shards, join_group(shards, parallel), self.attn)

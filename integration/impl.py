@@ -197,12 +197,17 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         """
         from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 
-        if self.dcp_world_size > 1:
-            return False  # parts of several ranks are merged first
-        if self._prefills_in_gluon():
-            # It writes the model's dtype only, and is worth more than a quantisation saved.
+        if not self.may_quantise_output():
             return False
         return bool(quant_key == kFp8StaticTensorSym and quant_key.dtype == FP8_OUT)
+
+    def may_quantise_output(self) -> bool:
+        """Whether ``forward`` can ever be asked for a quantised output."""
+        if self.dcp_world_size > 1:
+            return False  # parts of several ranks are merged first
+        # The Gluon prefill writes the model's dtype only, and is worth more than a quantisation
+        # saved.
+        return not self._prefills_in_gluon()
 
     def _prefills_in_gluon(self) -> bool:
         """Whether layers like this one have the Gluon prefill, at the page size we ask for."""

@@ -146,17 +146,23 @@ def draw_rows(
 
 def batches_of(
     sequence: Sequence, attn: PagedAttention, sharded: ShardedAttention | None
-) -> list[tuple[list[tuple[int, int]], bool]]:
-    """Batches that launch everything, and whether to treat them as ones of many requests."""
-    if sharded is None:
-        kernels = (False, True) if attn.config.decodes_few(1) else (False,)
-        batches = list(product(sequence.batches, kernels))
-        if attn.config.side_by_side and len(sequence.batches) == 1:
-            # The prefill is launched otherwise where there is no decode beside it.
-            batches.append((sequence.batches[0][-1:], False))
-        return batches
-    # Single queries go another way where ranks share keys.
-    return [(batch, False) for batch in (*sequence.batches, [(1, len(sequence.key))])]
+) -> list[tuple[list[tuple[int, int]], dict[str, Any]]]:
+    """Batches that launch everything, and what ``attend`` is to be told of each.
+
+    ``many``: treat it as one of many requests; ``has_decode``: promise nothing of its lengths.
+    """
+    if sharded is not None:
+        # Single queries go another way where ranks share keys.
+        return [(batch, {}) for batch in (*sequence.batches, [(1, len(sequence.key))])]
+    kernels = (False, True) if attn.config.decodes_few(1) else (False,)
+    found: list[tuple[Any, dict[str, Any]]] = [
+        (batch, {"many": many}) for batch, many in product(sequence.batches, kernels)
+    ]
+    if attn.config.side_by_side:
+        # The prefill is launched otherwise where there may be a decode beside it.
+        last = sequence.batches[-1][-1:]
+        found.append((last, {"has_decode": len(sequence.batches) > 1}))
+    return found
 
 
 class Borrowed:
@@ -216,18 +222,22 @@ def attend(
     sequence: Sequence,
     batch: list[tuple[int, int]],
     row_pad: int = 0,
-    causal: bool = True,
+    causal: bool | str = True,
     sharded: ShardedAttention | None = None,
     new_pads: tuple[int, int] = (0, 0),
     many: bool = False,
+    has_decode: bool = False,
+    has_context: bool = True,
     spans: torch.Tensor | None = None,
     output_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan and run one batch as a server's step does.
 
     With ``sharded`` it runs as under decode context parallelism, on a rank that holds all keys;
-    ``new_pads`` are elements between the rows of its new keys and of their values.  With ``many``
-    the decode kernel for many requests runs, however few there are.
+    ``new_pads`` are elements between the rows of its new keys and of their values, and without
+    ``has_context`` only those are seen.  With ``many`` the decode kernel for many requests runs,
+    however few there are; with ``has_decode`` it is launched even for none.  ``causal`` may be
+    "tensor": every request is causal, but a tensor says so.
 
     Returns
     -------
@@ -249,15 +259,17 @@ def attend(
     query.mul_(LOGIT_SPREAD / (impl.scale * impl.head_size**0.5) / sizes)
     bounds: dict[str, Any] = {
         "num_tokens": starts[-1], "max_query_len": max(query_lens), "causal": causal,
-        "has_decode": min(query_lens) <= DECODE_MAX_QUERY_LEN,
+        "has_decode": has_decode or min(query_lens) <= DECODE_MAX_QUERY_LEN,
     }  # fmt: skip
+    if causal == "tensor":
+        bounds["causal"] = torch.ones_like(seq_lens)
     key = value = step = None
     if sharded is None:
         plan = attn.plan(query_start_loc, seq_lens, table, **bounds, spans=spans)
         if many:
             plan = replace(plan, decodes_few=False, side_by_side=False)
     else:
-        step = sharded.plan(query_start_loc, seq_lens, table, **bounds)
+        step = sharded.plan(query_start_loc, seq_lens, table, **bounds, has_context=has_context)
         plan = step.plan
         # What an fp8 cache has made of them, or they would differ from the reference's.
         held = (sequence.key, sequence.value)
@@ -396,12 +408,11 @@ def check(
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
         kinds = (False, True) if has_spans(impl, layer) else (False,)
-        for (batch, many), spanned in product(batches_of(sequence, attn, sharded), kinds):
+        for (batch, told), spanned in product(batches_of(sequence, attn, sharded), kinds):
             spans = make_spans(batch, attn.device) if spanned else None
             query, output = attend(
-                impl, layer, attn, kv_cache, sequence, batch, spans=spans, sharded=sharded,
-                many=many,
-            )  # fmt: skip
+                impl, layer, attn, kv_cache, sequence, batch, spans=spans, sharded=sharded, **told
+            )
             begin = 0
             for r, (tokens, length) in enumerate(batch):
                 rows = slice(begin, begin + tokens)

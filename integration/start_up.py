@@ -19,13 +19,16 @@ import torch
 
 from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
-from tilewise.integration import self_check
+from tilewise.integration import self_check, warm_encoder
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.spans import is_clamped
 from tilewise.integration.triton_cache import kept_for_all_models
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from tilewise.attention import PagedAttention
     from tilewise.integration.builder import TilewiseMetadataBuilder
 
 # Below the logger that vLLM configures, so that our lines look like its own.
@@ -39,7 +42,7 @@ _DIVISOR = 16
 
 
 def watch(builder: TilewiseMetadataBuilder, layers: Mapping[str, Any]) -> None:
-    """Prepare each of these layers when its cache is bound.
+    """Prepare each of these layers when its cache is bound; encoders, which have none, at once.
 
     Parameters
     ----------
@@ -49,8 +52,35 @@ def watch(builder: TilewiseMetadataBuilder, layers: Mapping[str, Any]) -> None:
         Layers by name; those of other implementations are left alone.
     """
     for layer in layers.values():
-        if isinstance(getattr(layer, "impl", None), TilewiseImpl):
+        if not isinstance(getattr(layer, "impl", None), TilewiseImpl):
+            continue
+        if layer.impl.is_encoder:
+            prepare_encoder(builder, layer)
+        else:
             layer.bind_kv_cache = _Binding(builder, layer)
+
+
+def causal_kinds(kv_cache_spec: Any, vllm_config: VllmConfig, is_cross: bool) -> tuple[Any, ...]:
+    """What batches may say of their queries, of ``True``, ``False`` and ``"tensor"`` (in part).
+
+    Parameters
+    ----------
+    kv_cache_spec : KVCacheSpec
+        Of the group; that of prefix language models says that nothing is causal.
+    vllm_config : VllmConfig
+    is_cross : bool
+        Whether the group's layers are cross attention.
+    """
+    if is_cross:
+        return (False,)
+    if getattr(kv_cache_spec, "non_causal", False):
+        return (False,)
+    config = getattr(vllm_config, "attention_config", None)
+    asked = getattr(config, "use_non_causal", False)
+    # Drafters of these methods have layers that see all of a draft; their builders may be given
+    # the target's configuration.
+    method = getattr(vllm_config.speculative_config, "method", None)
+    return (True, False, "tensor") if asked or method in ("dflash", "dspark") else (True,)
 
 
 class _Binding:
@@ -119,6 +149,30 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     )
 
 
+def prepare_encoder(builder: TilewiseMetadataBuilder, layer: Any) -> None:
+    """Compile the kernels of a layer without a cache, unless that was done for one like it.
+
+    Parameters
+    ----------
+    builder : TilewiseMetadataBuilder
+        The layer's.
+    layer : torch.nn.Module
+        The layer.
+    """
+    impl = layer.impl
+    attn = next((x for x in builder.every_attn if x.window == impl.window), builder.attn)
+    kind = (
+        attn.device, attn.dtype, attn.config, attn.max_num_reqs, builder.quantises_output,
+        bool(impl.soft_cap), _pointer(impl.sinks),
+    )  # fmt: skip
+    builder.is_warm = True
+    if attn.device.type != "cuda" or kind in _compiled:
+        return
+    with torch.inference_mode(), counters.paused():
+        warm_up_encoder(builder, layer, attn)
+    _compiled.add(kind)
+
+
 def _alone(builder: TilewiseMetadataBuilder) -> dict[str, Any]:
     """Keyword arguments of the self-check under decode context parallelism; else none.
 
@@ -137,6 +191,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
         self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
+        builder.causal_kinds,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales,
     )  # fmt: skip
@@ -176,22 +231,57 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         # New keys and values are read beside the cache where ranks share it.
         several = itertools.product(pads, pads) if alone else [(0, 0)]
         for pad, new_pads in itertools.product(pads, several):
-            for batch, many in self_check.batches_of(first, attn, alone.get("sharded")):
-                self_check.attend(
-                    impl, layer, attn, kv_cache, first, batch, pad, causal=not impl.is_cross,
-                    new_pads=new_pads, many=many, **alone,
-                )  # fmt: skip
-                scales: list[torch.Tensor | None] = [None]
-                if builder.quantises_output:
-                    scales.append(torch.ones(1, dtype=torch.float32, device=attn.device))
-                all_spans: list[torch.Tensor | None] = [None]
-                if self_check.has_spans(impl, layer):
-                    all_spans.append(self_check.make_spans(batch, attn.device))
-                for scale, spans in list(itertools.product(scales, all_spans))[1:]:
+            for batch, told in self_check.batches_of(first, attn, alone.get("sharded")):
+                for variant in _variants(builder, layer, batch):
                     self_check.attend(
-                        impl, layer, attn, kv_cache, first, batch, pad,
-                        causal=not impl.is_cross, output_scale=scale, spans=spans,
+                        impl, layer, attn, kv_cache, first, batch, pad, new_pads=new_pads,
+                        **told, **variant, **alone,
                     )  # fmt: skip
+    _say_compiled(attn, started)
+
+
+def _variants(
+    builder: TilewiseMetadataBuilder, layer: Any, batch: list[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """What may be asked of one batch in ways that kernels are compiled apart for."""
+    device = builder.attn.device
+    if builder.sharded is not None:
+        # Prompts that are new to all ranks, and others.
+        return [{"has_context": has_context} for has_context in (True, False)]
+    spans: list[torch.Tensor | None] = [None]
+    if self_check.has_spans(layer.impl, layer):
+        spans.append(self_check.make_spans(batch, device))
+    return [
+        {"causal": causal, "output_scale": scale, "spans": span}
+        for causal in builder.causal_kinds
+        for scale in _output_scales(builder, layer, device)
+        for span in (spans if causal is True else [None])
+    ]
+
+
+def _output_scales(
+    builder: TilewiseMetadataBuilder, layer: Any, device: torch.device
+) -> list[torch.Tensor | None]:
+    """None, and a scale of quantised outputs where the layer may be asked for one."""
+    if not (builder.quantises_output and layer.impl.may_quantise_output()):
+        return [None]
+    return [None, torch.ones(1, dtype=torch.float32, device=device)]
+
+
+def warm_up_encoder(builder: TilewiseMetadataBuilder, layer: Any, attn: PagedAttention) -> None:
+    """Launch every kernel of a layer without a cache in every specialisation."""
+    started = time.perf_counter()
+    pads = row_pads(layer.impl.head_size)
+    for several in warm_encoder.row_batches(attn):
+        for query_pad, key_pad, value_pad in itertools.product(pads, repeat=3):
+            for scale in _output_scales(builder, layer, attn.device):
+                warm_encoder.attend_to_rows(
+                    layer.impl, layer, attn, several, (query_pad, key_pad, value_pad), scale
+                )
+    _say_compiled(attn, started)
+
+
+def _say_compiled(attn: PagedAttention, started: float) -> None:
     if attn.device.type == "cuda":
         torch.cuda.synchronize(attn.device)
     logger.info("tilewise's kernels are compiled (%.1f s)", time.perf_counter() - started)

@@ -14,12 +14,14 @@ Nothing here may disturb serving: a folder that cannot be written is said once a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,13 @@ from tilewise.settings import load_settings
 
 FOLDER_VARIABLE = "TILEWISE_METRICS_DIR"
 NATIVE_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# When this server began, for the processes that follow. Not a setting, hence another prefix.
+SINCE_VARIABLE = "_TILEWISE_METRICS_SINCE"
 PERIOD_SECONDS = 1.0
+# Clocks of files are coarser than the system's.
+SLACK_SECONDS = 1.0
+# Nobody who lives leaves a file alone for that long.
+ABANDONED_SECONDS = 3600.0
 
 logger = logging.getLogger("vllm.tilewise")
 
@@ -44,6 +52,9 @@ def prepare() -> None:
     The first process makes the folder and removes it when it ends; its children inherit the name.
     """
     global _registered_pid
+    first = SINCE_VARIABLE not in os.environ
+    if first:
+        os.environ[SINCE_VARIABLE] = repr(time.time())
     if os.environ.get(FOLDER_VARIABLE, "auto") in ("auto", ""):
         try:
             folder = tempfile.mkdtemp(prefix="tilewise-metrics-")
@@ -52,6 +63,8 @@ def prepare() -> None:
             return
         os.environ[FOLDER_VARIABLE] = folder
         atexit.register(_remove, folder, os.getpid())
+    elif first:
+        _sweep(Path(os.environ[FOLDER_VARIABLE]))
     if _registered_pid is None:
         from prometheus_client import REGISTRY
 
@@ -70,6 +83,23 @@ def collect_all() -> Iterator[Any]:
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     yield from (f for f in registry.collect() if f.name.startswith("tilewise_"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what servers left in a folder that outlives them, or it grows with every restart."""
+    oldest = time.time() - ABANDONED_SECONDS
+    for path in (*folder.glob("*.json"), *folder.glob("*.part")):
+        with contextlib.suppress(OSError):  # another server removed it, or may not write here
+            if path.stem.isdigit() and path.stat().st_mtime < oldest:
+                path.unlink()
+
+
+def _since() -> float:
+    """When this server began, as a file's time; 0 where nobody said it."""
+    try:
+        return float(os.environ.get(SINCE_VARIABLE, "0")) - SLACK_SECONDS
+    except ValueError:
+        return 0.0
 
 
 def _remove(folder: str, owner: int) -> None:
@@ -265,12 +295,19 @@ class FolderCollector:
         yield from families.values()
 
     def _processes(self) -> list[dict[str, Any]]:
-        """Return the newest file of each engine and rank; older ones are of dead workers."""
-        folder = os.environ.get(FOLDER_VARIABLE)
+        """Return the newest file of each engine and rank; older ones are of dead workers.
+
+        What nobody has written since this server began was left by another one, which may have had
+        more ranks.
+        """
+        folder, since = os.environ.get(FOLDER_VARIABLE), _since()
         newest: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {}
         for path in Path(folder).glob("*.json") if folder else ():
             try:
-                written, content = path.stat().st_mtime, json.loads(path.read_text("utf-8"))
+                written = path.stat().st_mtime
+                if written < since:
+                    continue
+                content = json.loads(path.read_text("utf-8"))
             except OSError:
                 continue  # its worker replaced or removed it meanwhile
             except ValueError as error:
@@ -301,12 +338,39 @@ def _what_is_wrong(content: Any) -> str | None:
     if not isinstance(content, dict) or not content.keys() >= {"labels", "totals", "histograms"}:
         return "not written by tilewise"
     labels, totals, histograms = content["labels"], content["totals"], content["histograms"]
-    if not isinstance(labels, dict) or list(labels) != ["engine", "rank"]:
+    if not _are_labels(labels) or list(labels) != ["engine", "rank"]:
         return f"labels {labels}"
-    shaped = isinstance(totals, list) and isinstance(histograms, dict)
-    if not shaped or not all(isinstance(cell, list) and len(cell) == 3 for cell in totals):
+    if not isinstance(totals, list) or not isinstance(histograms, dict):
         return "not written by tilewise"
-    unknown = sorted(
-        {str(name) for name in (*(cell[0] for cell in totals), *histograms)} - METRICS.keys()
-    )
-    return f"another version's metrics: {', '.join(unknown)}" if unknown else None
+    wrong = [
+        *(str(cell) for cell in totals if not _is_total(cell)),
+        *(name for name, cells in histograms.items() if not _is_histogram(name, cells)),
+    ]
+    return f"another version's metrics: {', '.join(sorted(wrong))[:200]}" if wrong else None
+
+
+def _is_total(cell: Any) -> bool:
+    """Whether one entry of a file is a counter or gauge as this version has it."""
+    if not isinstance(cell, list) or len(cell) != 3:
+        return False
+    name, labels, value = cell
+    metric = METRICS.get(name) if isinstance(name, str) else None
+    if metric is None or metric.kind == "histogram" or not _are_labels(labels):
+        return False
+    return set(labels) == set(metric.labels) and _is_number(value)
+
+
+def _is_histogram(name: str, cells: Any) -> bool:
+    """Whether a file's histogram has the buckets of this version."""
+    metric = METRICS.get(name)
+    if metric is None or metric.kind != "histogram" or not isinstance(cells, list):
+        return False
+    return len(cells) == len(metric.buckets) + 2 and all(map(_is_number, cells))
+
+
+def _are_labels(labels: Any) -> bool:
+    return isinstance(labels, dict) and all(isinstance(value, str) for value in labels.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

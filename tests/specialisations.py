@@ -21,11 +21,19 @@ LAYER = {
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
     "images": False, "quantised": False,
     "ranks": 1,  # that share every sequence's keys
+    "batch_invariant": False,
+    "causal": "always",  # or "never", or "some": batches that are, that are not, and in part
+    "encoder": False,  # whose keys are its batch's rows
+    "declines": False,  # quantised outputs, as layers with the Gluon prefill do
+    "drafts": 0,  # a server that drafts does not know which requests are short
 }  # fmt: skip
 QUERY_LENS = [
     [1], [1, 1], [1] * 7, [2], [3, 1], [15], [16], [16] * 3, [17], [18, 1], [31], [64], [33, 1, 5],
     [100, 1], [128], [200, 17, 1],
 ]  # fmt: skip
+
+
+CAUSAL = {"always": (True,), "never": (False,), "some": (True, False, "tensor")}
 
 
 def make_layer(spec: dict, device: torch.device):
@@ -41,13 +49,17 @@ def make_layer(spec: dict, device: torch.device):
         sliding_window=spec["window"], logits_soft_cap=spec["soft_cap"],
         sinks=torch.zeros(q, dtype=dtype, device=device) if spec["sinks"] else None,
         alibi_slopes=[0.5] * q if spec["alibi"] else None, kv_cache_dtype=spec["kv_cache_dtype"],
+        attn_type="encoder_only" if spec["encoder"] else "decoder",
     )  # fmt: skip
+    if spec["declines"]:
+        impl.may_quantise_output = lambda: False
     if impl.alibi_slopes is not None:
         impl.alibi_slopes = impl.alibi_slopes.to(device)
     attn = PagedAttention(
         q * spec["ranks"], kv, size, page_size=page, dtype=dtype, max_num_reqs=spec["max_num_reqs"],
         max_num_tokens=spec["max_num_tokens"], device=device, window=spec["window"],
-        kv_dtype=impl.kv_dtype,
+        kv_dtype=impl.kv_dtype, batch_invariant=spec["batch_invariant"],
+        decode_query_len=1 + spec["drafts"],
     )  # fmt: skip
     shape = (9, page, kv, 2 * size) if spec["layout"] == "nhd" else (9, kv, page, 2 * size)
     cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)
@@ -61,7 +73,12 @@ def make_layer(spec: dict, device: torch.device):
         shards = Shards(spec["ranks"], 1, 4)
         sharded = ShardedAttention(shards, Alone(shards), attn)
     builder = SimpleNamespace(
-        attn=attn, sharded=sharded, is_warm=False, quantises_output=spec["quantised"]
+        attn=attn,
+        sharded=sharded,
+        is_warm=False,
+        quantises_output=spec["quantised"],
+        every_attn=(attn,),
+        causal_kinds=CAUSAL[spec["causal"]],
     )
     return builder, layer, cache
 
@@ -107,22 +124,34 @@ def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1
         spans = spans if count else None
         slots = torch.full((offset + tokens,), -1, dtype=torch.int64, device=device)[offset:]
         planner = attn if builder.sharded is None else builder.sharded
-        plan = planner.plan(
-            starts, lengths, table, num_tokens=tokens, max_query_len=max(query_lens),
-            has_decode=min(query_lens) <= 16, **({} if spans is None else {"spans": spans}),
-        )  # fmt: skip
-        sharded = None if builder.sharded is None else plan
-        metadata = TilewiseMetadata(
-            tokens, reqs, max(query_lens), int(lengths.max()), starts, lengths, table, slots, attn,
-            plan if sharded is None else sharded.plan, sharded=sharded,
-            mm_prefix_range_tensor=spans,
-        )  # fmt: skip
-        for query, key, value in rows_of(spec, tokens, device, gate):
+        bounds = {
+            "num_tokens": tokens, "max_query_len": max(query_lens),
+            "has_decode": min(query_lens) <= 16 or spec["drafts"] > 0,
+        }  # fmt: skip
+        if spans is not None:
+            bounds["spans"] = spans
+        own = (starts, None, None) if spec["encoder"] else (starts, lengths, table)
+        kinds = [{"causal": kind} for kind in builder.causal_kinds]
+        for kind in kinds:
+            if kind["causal"] == "tensor":
+                kind["causal"] = torch.zeros(offset + reqs, **ints)[offset:]
+        if builder.sharded is not None:
+            kinds = [{"has_context": True}, {"has_context": False}]
+        for kind, (query, key, value) in itertools.product(
+            kinds, rows_of(spec, tokens, device, gate)
+        ):
+            plan = planner.plan(*own, **bounds, **kind)
+            sharded = None if builder.sharded is None else plan
+            metadata = TilewiseMetadata(
+                tokens, reqs, max(query_lens), int(lengths.max()), starts, lengths, table, slots,
+                attn, plan if sharded is None else sharded.plan, sharded=sharded,
+                mm_prefix_range_tensor=spans,
+            )  # fmt: skip
             output = torch.empty(tokens, query.shape[1] * query.shape[2], dtype=query.dtype,
                                  device=device).view(query.shape)  # fmt: skip
             impl.do_kv_cache_update(layer, key, value, cache, slots)
             impl.forward(layer, query, key, value, cache, metadata, output)
-            if spec["quantised"]:
+            if spec["quantised"] and not spec["declines"]:
                 scales = torch.ones(offset + 1, dtype=torch.float32, device=device)
                 quantised = torch.empty_like(output, dtype=torch.float8_e4m3fn)
                 impl.forward(
@@ -178,7 +207,10 @@ def examine(spec: dict) -> dict:
     if spec["pads"] is not None:
         start_up.row_pads = lambda head_size: tuple(spec["pads"])
     builder, layer, cache = make_layer(spec, device)
-    start_up.warm_up(builder, layer, cache)
+    if spec["encoder"]:
+        start_up.warm_up_encoder(builder, layer, builder.attn)
+    else:
+        start_up.warm_up(builder, layer, cache)
     warmed = recorder.take()
     served = serve(spec, builder, layer, cache, device)
     missing = {

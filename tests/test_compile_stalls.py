@@ -54,6 +54,28 @@ LAYERS = {
     "odd_heads_72": {"heads": [9, 3], "head_size": 72},
     "even_over_odd_72": {"heads": [10, 5], "head_size": 72},
     "odd_88_ampere": {"heads": [5, 5], "head_size": 88, "arch": 80},
+    "two_requests": {"max_num_reqs": 2},
+    "one_drafted_request": {"max_num_reqs": 1, "drafts": 4},
+    "drafts": {"drafts": 3},
+    "drafts_fp8_window": {"drafts": 4, "kv_cache_dtype": "fp8", "window": 128},
+    "invariant": {"batch_invariant": True},
+    "invariant_fp8_ampere": {"batch_invariant": True, "kv_cache_dtype": "fp8", "arch": 80},
+    "wide_heads": {"head_size": 512, "heads": [8, 1]},
+    "quantised_declined": {"quantised": True, "declines": True},
+    "encoder": {"encoder": True, "causal": "never", "heads": [12, 12], "head_size": 64},
+    "encoder_window": {"encoder": True, "causal": "never", "head_size": 64, "window": 128},
+    "encoder_72_ampere": {
+        "encoder": True,
+        "causal": "never",
+        "heads": [9, 9],
+        "head_size": 72,
+        "arch": 80,
+    },
+    "encoder_quantised": {"encoder": True, "causal": "never", "quantised": True},
+    "encoder_one_request": {"encoder": True, "causal": "never", "max_num_reqs": 1},
+    "never_causal": {"causal": "never"},
+    "causal_in_part": {"causal": "some"},
+    "causal_in_part_fp8": {"causal": "some", "kv_cache_dtype": "fp8", "arch": 80},
     "shared_keys": {"heads": [16, 1], "ranks": 2},
     "shared_keys_sinks": {"heads": [8, 1], "head_size": 64, "ranks": 4, "sinks": True},
     "shared_keys_72": {"heads": [5, 1], "head_size": 72, "ranks": 2, "soft_cap": 30.0},
@@ -83,7 +105,10 @@ def test_serving_needs_nothing_new(results, name):
     assert result["served"] >= 4
     prefill = any("prefill" in kernel for kernel in result["warmed"])
     assert prefill == ((LAYER | LAYERS[name])["max_num_tokens"] > 16)
-    assert {"_plan_kernel", "_decode_kernel", "_write_kv_kernel"} <= result["warmed"].keys()
+    needed = {"_plan_kernel", "_decode_kernel", "_write_kv_kernel"}
+    if LAYERS[name].get("encoder"):
+        needed.remove("_write_kv_kernel")  # they have no cache
+    assert needed <= result["warmed"].keys()
 
 
 def test_as_little_as_possible_is_compiled(results):
@@ -100,6 +125,11 @@ def test_as_little_as_possible_is_compiled(results):
     assert results["odd_heads_72"]["warmed"]["_decode_kernel"] == 2
 
 
+def test_quantised_outputs_are_compiled_where_they_are_taken(results):
+    assert results["quantised_declined"]["warmed"] == results["llama"]["warmed"]
+    assert results["quantised"]["warmed"]["_decode_kernel"] == 2
+
+
 def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
     (row,) = examine(tmp_path, [{**LAYERS["even_over_odd_72"], "pads": [0]}])
     assert "_write_kv_kernel" in row["missing"]
@@ -108,7 +138,8 @@ def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["llama", "small_pages", "few_requests", "odd_heads_72", "window_sinks", "fp8",
-             "fp8_per_head_72", "images", "shared_keys", "shared_keys_72"],
+             "fp8_per_head_72", "images", "shared_keys", "shared_keys_72", "two_requests",
+             "one_drafted_request", "invariant", "causal_in_part", "encoder"],
 )  # fmt: skip
 def test_nothing_compiles_while_serving(name, monkeypatch):
     from triton import knobs
@@ -118,7 +149,10 @@ def test_nothing_compiles_while_serving(name, monkeypatch):
     monkeypatch.setattr(start_up, "_compiled", set())
     spec, device = LAYER | LAYERS[name], torch.device("cuda", 0)
     builder, layer, cache = specialisations.make_layer(spec, device)
-    start_up.prepare(builder, layer, cache)
+    if spec["encoder"]:
+        start_up.prepare_encoder(builder, layer)
+    else:
+        start_up.prepare(builder, layer, cache)
     compiled = []
     monkeypatch.setattr(
         knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr)

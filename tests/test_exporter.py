@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -42,6 +43,8 @@ READER = """
 def run(code, *args, **environ):
     ours = (exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE, side_port.LISTENER_VARIABLE)
     env = {k: v for k, v in os.environ.items() if k not in ours}
+    # All these processes are of one server.
+    env[exporter.SINCE_VARIABLE] = "0"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *args], env=env | environ,
         capture_output=True, text=True, timeout=120, check=False,
@@ -96,6 +99,56 @@ def test_a_restarted_worker_replaces_its_predecessor(tmp_path):
     found = samples(run(READER, **environ).stdout)
     (value,) = [v for k, v in found.items() if k.startswith("tilewise_steps_total")]
     assert value == 2
+
+
+def test_ranks_that_a_restarted_server_no_longer_has_are_gone(tmp_path):
+    environ = {exporter.FOLDER_VARIABLE: str(tmp_path)}
+    for rank in ("0", "1"):
+        run(WORKER, rank, "5", **environ)
+    for path in tmp_path.glob("*.json"):
+        os.utime(path, (time.time() - 60,) * 2)
+    began = time.time()
+    run(WORKER, "0", "2", **environ)
+    found = samples(run(READER, **environ, **{exporter.SINCE_VARIABLE: str(began)}).stdout)
+    assert found['tilewise_steps_total{engine="0",path="decode",rank="0"}'] == 2
+    assert not [name for name in found if 'rank="1"' in name]
+
+
+def test_children_belong_to_the_server_that_began_first(tmp_path):
+    code = """
+        import os, subprocess, sys
+        from tilewise import exporter
+        del os.environ[exporter.SINCE_VARIABLE]
+        exporter.prepare()
+        print(os.environ[exporter.SINCE_VARIABLE])
+        show = "import os; from tilewise import exporter; exporter.prepare(); "
+        show += "print(os.environ[exporter.SINCE_VARIABLE])"
+        subprocess.run([sys.executable, "-c", show], check=True)
+    """
+    before = time.time()
+    first, second = run(code, **{exporter.FOLDER_VARIABLE: str(tmp_path)}).stdout.split()
+    assert before <= float(first) <= time.time()
+    assert first == second
+
+
+def test_a_folder_does_not_grow_with_every_restart(tmp_path):
+    names = ["7.json", "8.part", "9.json", "theirs.json"]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+        if name != "9.json":
+            os.utime(tmp_path / name, (time.time() - 2 * exporter.ABANDONED_SECONDS,) * 2)
+    code = "import os; from tilewise import exporter; del os.environ[exporter.SINCE_VARIABLE]; "
+    run(code + "exporter.prepare()", **{exporter.FOLDER_VARIABLE: str(tmp_path)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["9.json", "theirs.json"]
+
+
+@pytest.mark.parametrize("since", ["soon", "", "nan"])
+def test_a_start_that_cannot_be_read_hides_nothing(tmp_path, since):
+    environ = {exporter.FOLDER_VARIABLE: str(tmp_path), exporter.SINCE_VARIABLE: since}
+    run(WORKER, "0", "5", **environ)
+    assert (
+        'tilewise_steps_total{engine="0",path="decode",rank="0"}' in run(READER, **environ).stdout
+    )
 
 
 @pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
@@ -180,6 +233,19 @@ def test_the_first_process_makes_the_folder_and_removes_it():
         '{"labels": {"engine": "0", "rank": "9"}, "totals": [7], "histograms": {}}',
         '{"labels": {"engine": "0", "rank": "9"}, "totals": [["of_tomorrow", {}, 1]], '
         '"histograms": {}}',
+        # Metrics that another version had with other labels, values or buckets.
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [["steps", {}, 1]], "histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [["steps", {"path": "decode"}, "1"]], '
+        '"histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [["build_seconds", {}, 1]], '
+        '"histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [[["steps"], {}, 1]], '
+        '"histograms": {}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [], "histograms": {"kv_splits": [1]}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [], "histograms": {"kv_splits": 1}}',
+        '{"labels": {"engine": "0", "rank": "9"}, "totals": [["steps", {"path": 7}, 1]], '
+        '"histograms": {}}',
+        '{"labels": {"engine": 0, "rank": ["9"]}, "totals": [], "histograms": {}}',
     ],
 )  # fmt: skip
 def test_files_of_others_are_left_out_and_named(tmp_path, content):

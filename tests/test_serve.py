@@ -71,7 +71,8 @@ def engine_environment() -> dict[str, str]:
     }
     # Tests before this one may have made a metrics folder for their own process.
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", exporter.FOLDER_VARIABLE,
-                 exporter.NATIVE_VARIABLE, side_port.LISTENER_VARIABLE):  # fmt: skip
+                 exporter.NATIVE_VARIABLE, exporter.SINCE_VARIABLE,
+                 side_port.LISTENER_VARIABLE):  # fmt: skip
         environ.pop(name, None)
     return environ
 

@@ -234,6 +234,44 @@ def test_nothing_happens_while_a_graph_is_captured(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("spec", "config", "is_cross", "expected"),
+    [
+        ({}, {}, False, (True,)),
+        ({}, {"attention_config": SimpleNamespace(use_non_causal=False)}, False, (True,)),
+        ({}, {}, True, (False,)),
+        ({"non_causal": True}, {}, False, (False,)),  # prefix language models
+        ({}, {"attention_config": SimpleNamespace(use_non_causal=True)}, False,
+         (True, False, "tensor")),
+        ({}, {"speculative_config": SimpleNamespace(method="dflash")}, False,
+         (True, False, "tensor")),
+        ({}, {"speculative_config": SimpleNamespace(method="eagle")}, False, (True,)),
+    ],
+)  # fmt: skip
+def test_causal_kinds_of_a_group(spec, config, is_cross, expected):
+    config = SimpleNamespace(**({"speculative_config": None} | config))
+    assert start_up.causal_kinds(SimpleNamespace(**spec), config, is_cross) == expected
+
+
+def test_encoders_are_prepared_when_their_builder_is_made(device, monkeypatch):
+    """They have no cache, so nothing is bound later."""
+    launched = []
+    monkeypatch.setattr(start_up, "prepare_encoder", lambda *pair: launched.append(pair))
+    layer = make_layer(device, attn_type="encoder_only")
+    builder = make_builder(device, layer)
+    assert launched == [(builder, layer)]
+    assert "bind_kv_cache" not in vars(layer)
+
+
+def test_every_kernel_of_an_encoder_is_launched(device):
+    layer = make_layer(device, attn_type="encoder_only")
+    builder = make_builder(device, layer)
+    counters.reset()
+    start_up.warm_up_encoder(builder, layer, builder.attn)
+    launches = counters.snapshot()
+    assert {f"launches{{kernel={name}}}" for name in ("plan", "prefill", "decode")} <= set(launches)
+
+
+@pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_borrowed_pages_hold_nan_and_come_back(dtype):

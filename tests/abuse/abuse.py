@@ -74,7 +74,8 @@ def make_setup(folder: Path, gpu: bool, asked: argparse.Namespace) -> Setup:
         arguments=["--attention-backend", "TILEWISE", "--max-model-len", str(limits.max_len),
                    *arguments],
         limits=limits, num_requests=asked.requests or (GPU_REQUESTS if gpu else CPU_REQUESTS),
-        load_seconds=asked.load_seconds, alone=not asked.shared_gpu, sample=400 if gpu else 100, compared_tokens=4 if gpu else limits.max_tokens,
+        load_seconds=asked.load_seconds, alone=not asked.shared_gpu,
+        sample=400 if gpu else 100, compared_tokens=4 if gpu else limits.max_tokens,
         start_timeout=300 if gpu else 240,
     )  # fmt: skip
 
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--load-seconds", type=float, default=float("inf"), metavar="S",
                         help="the load ends after the tenth in which this is over")  # fmt: skip
     parser.add_argument("--shared-gpu", action="store_true",
-                        help="others use the GPU too: do not take all its memory for ours")  # fmt: skip
+                        help="others use the GPU too: its memory is not all ours")  # fmt: skip
     parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="RESULT",
                         help="run nothing: put these files' cases into --out")  # fmt: skip

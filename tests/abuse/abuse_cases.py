@@ -47,9 +47,7 @@ class Setup:
 
     def server(self, name: str, **environ: str) -> Server:
         """Start a server; nobody has waited for it."""
-        return Server(
-            self.model, self.folder / name, self.arguments, self.gpu, environ, self.alone
-        )
+        return Server(self.model, self.folder / name, self.arguments, self.gpu, environ, self.alone)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

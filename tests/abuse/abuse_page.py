@@ -77,7 +77,9 @@ def render(root: Path) -> str:
     lines = []
     for path, result in found.items():
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        lines += [f"**{result['device']}** ({versions}; [result](../{path}))", ""]
+        env = result.get("env", {})
+        when = f"; {env['date'][:10]}, commit {str(env['commit'])[:12]}" if env else ""
+        lines += [f"**{result['device']}** ({versions}{when}; [result](../{path}))", ""]
         lines += ["| abuse | what came of it |", "|---|---|"]
         for name, case in result["cases"].items():
             said = f"**failed**: {'; '.join(case['problems'])}"

@@ -1,4 +1,4 @@
-"""How long a server takes to start, and our compilation's part: ``cold_start.py --out RESULT.json``.
+"""How long a server takes to start, and our part of it: ``cold_start.py --out RESULT.json``.
 
 A start has a home directory of its own, so that what Triton, PyTorch and vLLM keep there is empty
 the first time and warm the second. Backends start side by side, under the same load. Then two
@@ -71,7 +71,9 @@ def obey_permissions() -> None:
 
 def is_read_only(folder: Path) -> bool:
     """Whether processes after ``obey_permissions`` cannot write there."""
-    command = [sys.executable, "-c", f"open({str(folder / 'x')!r}, 'w')"]
+    command = [
+        sys.executable, "-c", f"import tempfile; tempfile.TemporaryFile(dir={str(folder)!r})"
+    ]  # fmt: skip
     done = subprocess.run(
         command, stderr=subprocess.DEVNULL, preexec_fn=obey_permissions, check=False
     )

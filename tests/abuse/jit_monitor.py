@@ -53,6 +53,7 @@ SERVERS: dict[str, tuple[str, list[str]]] = {
     "control_plain": (CONTROL, []),
     "control_ngram": (CONTROL, ["--speculative-config", json.dumps(DRAFTS)]),
 }
+ACTIVE = "monitored JIT compilations during inference will use mode={mode}."
 EVENT = re.compile(r"(?:JIT compilation|autotuning)\S* during inference: (\S+?)[.\s]")
 
 
@@ -96,7 +97,9 @@ def our_kernels() -> set[str]:
 def special_lengths(longest: int) -> list[int]:
     """Lengths at which kernels, pages and graphs change their ways, and some between."""
     edges = [2**i + offset for i in range(15) for offset in (-1, 0, 1)]
-    return sorted({n for n in (*edges, 3, 12, 1000, 5000, longest - 1, longest) if 0 < n <= longest})
+    return sorted(
+        {n for n in (*edges, 3, 12, 1000, 5000, longest - 1, longest) if 0 < n <= longest}
+    )
 
 
 class Client:
@@ -141,7 +144,10 @@ class Client:
         sent = self.sent
         sent.requests += 1
         sent.prompt_tokens += len(prompt)
-        sent.shortest, sent.longest = min(sent.shortest, len(prompt)), max(sent.longest, len(prompt))
+        sent.shortest, sent.longest = (
+            min(sent.shortest, len(prompt)),
+            max(sent.longest, len(prompt)),
+        )
         try:
             async with asyncio.timeout(self.load.timeout):
                 async with session.post(f"{self.url}/v1/completions", json=body) as answer:
@@ -184,16 +190,11 @@ class Client:
 
     def prefixes(self) -> list[list[tuple[list[int], int]]]:
         """Prompts that begin like earlier ones."""
-        rows = []
+        longest, rows = self.load.longest, []
         for _ in range(3):
-            length = self.some_length(self.load.longest)
-            rows.append([
-                (
-                    (self.shared[:length] + self.prompt(self.some_length(300)))[: self.load.longest],
-                    self.tokens(8),
-                )
-                for _ in self.some(12)
-            ])  # fmt: skip
+            begin = self.shared[: self.some_length(longest)]
+            ends = [self.prompt(self.some_length(300)) for _ in self.some(12)]
+            rows.append([((begin + end)[:longest], self.tokens(8)) for end in ends])
         return rows
 
     def drafted(self) -> list[list[tuple[list[int], int]]]:
@@ -252,7 +253,7 @@ def run_once(
     finally:
         server.kill()
     text = server.text()
-    row["active"] = f"JIT monitor activated; monitored JIT compilations during inference will use mode={mode}" in " ".join(text.split())  # noqa: E501
+    row["active"] = ACTIVE.format(mode=mode) in text
     ours = our_kernels()
     events = Counter(EVENT.findall(text))
     row["compiled_ours"] = {k: n for k, n in events.items() if k in ours}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from tilewise.bench.report import project_commit
 
 HERE = Path(__file__).resolve().parent
 # What a part has after it was told to end, to kill its servers.
@@ -68,7 +71,9 @@ def script(name: str, *arguments: object) -> list[str]:
 
 def all_parts(out: Path, work: Path, asked: argparse.Namespace) -> list[Part]:
     """Every part, with sizes for a GPU or for a smoke run."""
-    commit = ["--commit", asked.commit] if asked.commit else []
+    # Asked for once: files of one run must agree on it, whatever is edited meanwhile.
+    found = project_commit(asked.commit)
+    commit = ["--commit", found] if found else []
     smoke = asked.smoke
 
     def abuse(part: str, cases: str, *more: object) -> Part:
@@ -113,7 +118,7 @@ def all_parts(out: Path, work: Path, asked: argparse.Namespace) -> list[Part]:
     ]  # fmt: skip
     if smoke:
         # One after another: a small machine starts one engine at a time.
-        for before, part in zip(parts, parts[1:], strict=False):
+        for before, part in itertools.pairwise(parts):
             part.after = before.name
     return parts
 

@@ -81,7 +81,7 @@ def compile_prefill(
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
-        "STAGES": chosen.num_stages, "BESIDE": beside, "TURNS": chosen.take_turns,
+        "STAGES": chosen.num_stages, "BESIDE": beside,
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     aligned = ("out_ptr", "stride_o_t", "stride_o_h")

@@ -115,7 +115,7 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         For the first `SAMPLE_REQUESTS` requests of 1 to 16 new tokens; as `plan_rule.kv_splits` has
         it for the whole batch.
     """
-    total = items = 0
+    total = items = longest = 0
     blocks: int | None = None
     spans: list[tuple[int, int, int]] = []
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
@@ -128,7 +128,10 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         spans.append((total, total + units, units // count))
         total += units
         items += count
-    active = plan_rule.decode_workers(len(query_lens), total, items, blocks, config)
+        longest = max(longest, units // count)
+    active = plan_rule.decode_workers(
+        len(query_lens), total, items, longest, blocks, config
+    )
     if config.pieces is not None:
         lengths = (length for _, _, length in spans[:SAMPLE_REQUESTS])
         return [config.pieces.count(length - config.item_overhead) for length in lengths]

@@ -64,7 +64,7 @@ def _producer(
     BESIDE: gl.constexpr,
 ):  # fmt: skip
     """Announce tiles and copy their Q, K and V until the counter runs out."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty, _ = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
     TOKENS: gl.constexpr = ROWS // GROUP_PAD  # of one warpgroup
     num_programs = gl.num_programs(0)
@@ -232,10 +232,9 @@ def _consumer(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty, turns = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -256,11 +255,7 @@ def _consumer(
         stage = k_ring % STAGES
         mbarrier.wait(q_full.index(GROUP), done & 1)
         mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
-        if TURNS:
-            mbarrier.wait(turns.index(GROUP), (k_ring & 1) ^ (1 - GROUP))
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - GROUP))
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         k_ring += 1
@@ -293,8 +288,6 @@ def _consumer(
             for n in range(begin, end):
                 stage = k_ring % STAGES  # its K is there: waited for below
                 v_stage = v_ring % STAGES
-                if TURNS:
-                    mbarrier.wait(turns.index(GROUP), (k_ring & 1) ^ (1 - GROUP))
                 s = warpgroup_mma(
                     q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
@@ -304,8 +297,6 @@ def _consumer(
                 acc = rescale(acc, alpha)
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turns.index(1 - GROUP))
                 s = warpgroup_mma_wait(1, deps=[s])
                 if part != 1:
                     start = (blocks - 1 - n) * BLOCK_N
@@ -365,7 +356,7 @@ def _hopper_prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BESIDE: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -388,19 +379,19 @@ def _hopper_prefill_kernel(
     bars = (
         barriers(2, 1), barriers(2, 1), barriers(STAGES, 1),
         barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1),
-        barriers(2, 2), barriers(2, 1) if TURNS else None,
+        barriers(2, 2),
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES, TURNS,
+                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES, TURNS,
+                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
@@ -435,7 +426,6 @@ def hopper_prefill_attention(
     block_n: int,
     num_stages: int,
     beside_decode: bool = False,
-    take_turns: bool = False,
 ) -> None:
     """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
 
@@ -469,7 +459,7 @@ def hopper_prefill_attention(
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
-        STAGES=num_stages, BESIDE=beside_decode, TURNS=take_turns,
+        STAGES=num_stages, BESIDE=beside_decode,
     )  # fmt: skip
     # A dependent launch that does not wait before it reads: decode has waited for what is read here
     # before it lets this launch start, and writes other rows.

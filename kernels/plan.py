@@ -40,7 +40,9 @@ def _find_request(cu_ptr, x, num_reqs, mask, SEARCH_STEPS: tl.constexpr):
 
 
 @triton.jit
-def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM_SMS: tl.constexpr):
+def _active_workers(
+    total, items, longest, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM_SMS: tl.constexpr
+):
     """Workers that balance walking against merging; see ``tilewise.plan_rule.active_workers``."""
     most = tl.minimum(total - items * ITEM_OVERHEAD, most_workers)
     limit = 4 * total.to(tl.int64) * items
@@ -56,7 +58,8 @@ def _active_workers(total, items, most_workers, ITEM_OVERHEAD: tl.constexpr, NUM
     whole = lo // tl.maximum(items, 1) * items
     take_whole = (whole > 0) & ((lo < most_workers) | (8 * whole >= 7 * lo))
     even = items // tl.maximum((items + lo - 1) // tl.maximum(lo, 1), 1)
-    take_even = (whole == 0) & (16 * even >= 15 * lo)
+    alike = total == items.to(tl.int64) * longest
+    take_even = (whole == 0) & alike & (16 * even >= 15 * lo)
     return tl.where(take_whole, whole, tl.where(take_even, even, lo))
 
 
@@ -143,7 +146,8 @@ def _plan_kernel(
     num_tiles = 0
     blocks = tl.zeros([], tl.int64)
     total = 0
-    items = 0
+    items = tl.zeros([], tl.int32)
+    longest = 0
     tl.store(cu_tiles_ptr, 0)
     tl.store(cu_work_ptr, 0)
     for base in range(0, num_reqs, BLOCK_R):
@@ -176,13 +180,14 @@ def _plan_kernel(
         blocks += tl.sum(tiles * tl.cdiv(seen_twice, 2 * BESIDE_BLOCK), 0)
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
+        longest = tl.maximum(longest, tl.max(tl.where(is_decode, length, 0), 0))
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.
     num_tiles = tl.minimum(num_tiles, max_tiles)
     if (most_beside > 0) & (num_tiles > 0):
         most_workers = _workers_beside(
             total, blocks * NUM_KV_HEADS, fewest_beside, most_beside, NUM_SMS
         )
-    active = _active_workers(total, items, most_workers, ITEM_OVERHEAD, NUM_SMS)
+    active = _active_workers(total, items, longest, most_workers, ITEM_OVERHEAD, NUM_SMS)
     tl.store(header_ptr, num_tiles)
     tl.store(header_ptr + 1, active)
     tl.store(header_ptr + 2, total)

@@ -477,7 +477,7 @@ class PagedAttention:
             hopper_prefill_attention(
                 out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
                 block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
-                take_turns=cfg.hopper_prefill.take_turns, beside_decode=plan.side_by_side,
+                beside_decode=plan.side_by_side,
             )  # fmt: skip
             counters.add("launches", kernel="hopper_prefill")
             return

@@ -30,8 +30,10 @@ def workers_beside(units: int, blocks: int, config: Config) -> int:
     return min(max(share, fewest), most)
 
 
-def active_workers(total: int, items: int, config: Config, most: int = 0) -> int:
+def active_workers(total: int, items: int, config: Config, most: int = 0, longest: int = 0) -> int:
     """How many of ``most`` workers (0: all) share ``total`` units of ``items`` items.
+
+    ``longest`` are the units of the longest item, if they matter: of more items than workers.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
     ``w / items`` pieces.  A unit costs about as much as sixteen merged pieces, so the sum is least
@@ -51,7 +53,7 @@ def active_workers(total: int, items: int, config: Config, most: int = 0) -> int
     if whole and (workers < most or 8 * whole >= 7 * workers):
         return whole
     even = items // cdiv(items, workers)
-    if not whole and 16 * even >= 15 * workers:
+    if not whole and total == items * longest and 16 * even >= 15 * workers:
         return even
     return workers
 
@@ -62,16 +64,16 @@ def prefill_blocks(query_len: int, seq_len: int, config: Config) -> int:
 
 
 def decode_workers(
-    num_reqs: int, total: int, items: int, blocks: int | None, config: Config
+    num_reqs: int, total: int, items: int, longest: int, blocks: int | None, config: Config
 ) -> int:
-    """How many workers decode a batch of ``total`` units and ``items``.
+    """How many workers decode a batch of ``total`` units and ``items``, the ``longest`` of so many.
 
     ``blocks`` are the prefill's, of one KV head; None where the batch has no prefill.
     """
     most = most_workers(num_reqs, config)
     if blocks is not None and config.beside[1]:
         most = workers_beside(total, blocks * config.geometry.num_kv_heads, config)
-    return active_workers(total, items, config, most)
+    return active_workers(total, items, config, most, longest)
 
 
 def first_unit(worker: int, total: int, active: int) -> int:
@@ -130,7 +132,7 @@ def plan_batch(
     block_q = config.prefill_block_q
     tiles: list[tuple[int, int]] = []
     work: list[int] = []
-    items = blocks = 0
+    items = blocks = longest = 0
     for r, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         work.append(0)
         meets = spans is not None and any(
@@ -143,9 +145,12 @@ def plan_batch(
         elif query_len > 0:
             work[r] = decode_units(query_len, seq_len, config)
             items += decode_items(query_len, config)
+            longest = max(longest, work[r] // decode_items(query_len, config))
     cu_work = tuple(accumulate(work, initial=0))
     total = cu_work[-1]
-    active = decode_workers(len(query_lens), total, items, blocks if tiles else None, config)
+    active = decode_workers(
+        len(query_lens), total, items, longest, blocks if tiles else None, config
+    )
     query_start = tuple(accumulate(query_lens, initial=0))
     records = []
     r = 0

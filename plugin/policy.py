@@ -145,7 +145,6 @@ class HopperTiles:
 
     block_n: int
     num_stages: int
-    take_turns: bool = False
 
 
 @dataclass(frozen=True)

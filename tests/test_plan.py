@@ -127,6 +127,22 @@ def test_equal_requests_are_cut_at_their_ends():
         assert splits == {plan.header[1] // (8 * n)}
 
 
+@pytest.mark.parametrize(("num_reqs", "each"), [(64, 2), (128, 4), (256, 8)])
+def test_many_equal_requests_are_not_cut(plan_on, num_reqs, each):
+    """Their items are shared out whole where that idles few workers, by the kernel as well."""
+    config = policy.choose(LLAMA, H200)
+    batch = [(1, 1000)] * num_reqs
+    plan = plan_rule.plan_batch(*lengths(batch), config)
+    assert plan.header[1] * each == 8 * num_reqs
+    assert {s for r in range(num_reqs) for s in plan_rule.kv_splits(plan, r, 1, config)} == {1}
+    assert plan_on(batch, config, num_reqs) == plan
+    # One longer request, and whole items would not end where stretches do.
+    batch[3] = (1, 2000)
+    plan = plan_rule.plan_batch(*lengths(batch), config)
+    assert plan.header[1] == config.num_workers
+    assert plan_on(batch, config, num_reqs) == plan
+
+
 def test_neighbouring_batches_cost_alike():
     """No cliff: one more request never makes any worker walk much more than its share."""
     config = policy.choose(LLAMA, H200)

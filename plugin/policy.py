@@ -301,7 +301,7 @@ def choose(
     if not plain and why_not_hopper_decode(geometry, device, decode) is None:
         few = HopperTiles(decode.block_n, num_stages=3)
     hopper = None
-    prefill = _prefill_tiles(geometry, device)
+    prefill = _prefill_tiles(geometry, device, window)
     if not plain and why_not_hopper(geometry, device, window) is None:
         hopper = _HOPPER_TILES[geometry.head_dim]
         prefill = _hopper_twin(geometry)
@@ -324,6 +324,10 @@ _HOPPER_TILES = {
     128: HopperTiles(block_n=128, num_stages=3),
     256: HopperTiles(block_n=64, num_stages=2),
 }
+# Head size to the narrowest window that the Gluon prefill takes. Below it every block touches an
+# edge and a tile is mostly its start and end: the plain kernel, which keeps more tiles in flight,
+# measured faster (bench/NOTES.md).
+_HOPPER_WINDOWS = {64: 1024, 128: 512, 256: 256}
 
 
 def _why_no_gluon(geometry: Geometry, device: Device) -> str | None:
@@ -364,10 +368,9 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
     block_n = _HOPPER_TILES[geometry.head_dim].block_n
     if page != 64 and page % block_n:
         return f"page_size {page} (accepted: 64 and multiples of {block_n})"
-    if 0 < window < 4 * block_n:
-        # Every block of it touches an edge, and a tile is mostly its start and end: the plain
-        # kernel measured faster (bench/NOTES.md).
-        return f"window {window} (accepted: none, or {4 * block_n} and more)"
+    narrowest = _HOPPER_WINDOWS[geometry.head_dim]
+    if 0 < window < narrowest:
+        return f"window {window} (accepted: none, or {narrowest} and more)"
     needed = _hopper_shared_memory(geometry.head_dim)
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
@@ -418,7 +421,7 @@ def _hopper_twin(geometry: Geometry) -> Tiles:
     )  # fmt: skip
 
 
-def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
+def _prefill_tiles(geometry: Geometry, device: Device, window: int) -> Tiles:
     d, group = geometry.block_d, next_power_of_2(geometry.group_size)
     fp8 = geometry.kv_element_size == 1
     if d > HEAD_DIM_MAX:
@@ -430,7 +433,10 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         # and level with 128 rows at long sequences (bench/NOTES.md).  Without whole pages the
         # addresses take registers, so twice the rows share them among eight warps.
         tiles = Tiles(max(64, group), 64, d, num_warps=4, num_stages=3, use_tma=True, tail_stages=2)
-        if d <= 64:
+        if _is_narrow(window, geometry):
+            # A few keys around each query: small tiles, many of them at a time.
+            tiles = replace(tiles, block_n=32, num_stages=2)
+        elif d <= 64:
             tiles = replace(tiles, block_m=128, num_warps=8)
         if not _tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
@@ -451,7 +457,15 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
     tiles = _fit(tiles, geometry, device)
-    return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
+    lazily = _can_rescale_lazily(tiles, geometry, device) and not _is_narrow(window, geometry)
+    return replace(tiles, lazy_rescale=lazily)
+
+
+def _is_narrow(window: int, geometry: Geometry) -> bool:
+    """Whether rows see so few keys that small tiles, copied whole, are best."""
+    narrowest = _HOPPER_WINDOWS[64 if geometry.block_d <= 64 else 128]
+    whole = geometry.page_size % 32 == 0 and geometry.kv_element_size == 2
+    return 0 < window < narrowest and whole
 
 
 def _wide_prefill_tiles(geometry: Geometry, device: Device) -> Tiles:

@@ -76,7 +76,7 @@ def test_a_narrow_window_stays_with_the_plain_kernel():
     narrow, full = report(windowed).kinds
     assert (narrow.window, full.window) == (128, None)
     assert narrow.hopper_prefill is None
-    assert narrow.why_not_hopper == "window 128 (accepted: none, or 512 and more)"
+    assert narrow.why_not_hopper == "window 128 (accepted: none, or 1024 and more)"
     assert full.hopper_prefill is not None
 
 

@@ -128,7 +128,7 @@ def rate_dots(summary: dict[str, Any], env: dict[str, Any]) -> Figure | None:
                 if label not in labels:
                     handles.append(handle)
                     labels.append(label)
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+        figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure
 
 
@@ -194,7 +194,7 @@ def latency_bars(summary: dict[str, Any], which: str) -> Figure | None:
             axes.set_visible(False)
         grid[0].set_ylabel(f"{which.upper()}, ms")
         handles, labels = grid[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+        figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure
 
 
@@ -246,7 +246,7 @@ def throughput_curves(summary: dict[str, Any]) -> Figure | None:
             axes.set_visible(False)
         grid[0].set_ylabel("output tokens/s")
         handles, labels = grid[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+        figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import signal
 import socket
@@ -25,8 +26,9 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 DEFAULT_BACKENDS = "TILEWISE,FLASH_ATTN,TRITON_ATTN"
 DEFAULT_WORKLOADS = "s_1k_128_c64,s_16k_256_c16"
 EPILOG = """
-Exit codes: 0; 1 if any workload of any backend failed; 2 for a wrong command line. With --out, rows
-are saved one by one, and an HTML page and a markdown table lie beside the file at the end.
+Exit codes: 0; 1 if any workload of any backend failed; 2 for a wrong command line or no GPU. With
+--out, rows are saved one by one, and an HTML page and a markdown table lie beside the file at the
+end.
 After an interruption, the same command with --resume does what is missing or failed.
 """
 
@@ -231,6 +233,22 @@ class Session:
                 server.stop()
 
 
+def _require_device() -> None:
+    """Raise where no server could start: all of them would fail one after the other.
+
+    Raises
+    ------
+    ValueError
+        Without a CUDA device, but on the platform of the CPU tests.
+    """
+    import torch
+
+    from tilewise.settings import load_settings
+
+    if not torch.cuda.is_available() and not load_settings(os.environ).cpu_platform:
+        raise ValueError("no CUDA device to serve on; --dry-run prints the commands")
+
+
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
@@ -268,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 if any workload of any backend failed; 2 for a wrong command line.
+        0; 1 if any workload of any backend failed; 2 for a wrong command line or no GPU.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
@@ -276,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = _log_folder(args, temporary)
         try:
             session = Session(args, folder)
+            if not args.dry_run:
+                _require_device()
         except ValueError as error:
             print(error, file=sys.stderr)
             return EXIT_USAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -176,7 +176,7 @@ def examine(
         key = (layer.num_q_heads, layer.num_kv_heads, layer.window, layer.request)
         grouped.setdefault(key, []).append(layer)
     kinds = tuple(_judge(layers, server, device, page) for layers in grouped.values())
-    level, why = cuda_graphs([kind.backend for kind in kinds if kind.backend])
+    level, why = cuda_graphs([kind.backend for kind in kinds])
     return ModelReport(
         source, model.model_type, model.dtype, options.kv_cache_dtype,
         options.tensor_parallel_size, page, f"sm_{device.arch}", kinds, model.other_layers,
@@ -249,14 +249,14 @@ def _features(layer: Layer) -> Iterator[str]:
 
 
 def cuda_graphs(
-    backends: list[str], level_of: Callable[[str], str | None] | None = None
+    backends: Sequence[str | None], level_of: Callable[[str], str | None] | None = None
 ) -> tuple[str, str]:
     """Return the CUDA-graph level that vLLM can use with these backends, and why.
 
     Parameters
     ----------
-    backends : list of str
-        Names of the layers' backends; ours is ``TILEWISE``.
+    backends : sequence of str or None
+        Names of the layers' backends; ours is ``TILEWISE``, None where nobody computes a layer.
     level_of : Callable, optional
         The level of a backend by name, None if unknown; asks vLLM by default.
 
@@ -266,8 +266,10 @@ def cuda_graphs(
         A level of vLLM's ``AttentionCGSupport``, or ``UNKNOWN``; and who limits it.
     """
     order = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+    if None in backends:
+        return "UNKNOWN", "nobody computes some of the layers"
     lowest, why = "ALWAYS", "every layer is computed here: full graphs for any batch"
-    for name in dict.fromkeys(backends):
+    for name in dict.fromkeys(filter(None, backends)):
         level = "ALWAYS" if name == OURS else (level_of or _level)(name)
         if level is None:
             return "UNKNOWN", f"depends on {name}, which cannot be asked here"

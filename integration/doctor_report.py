@@ -65,7 +65,7 @@ def _model_sections(model: ModelReport) -> Iterator[Section]:
     yield "Layers", head, [_layer_row(kind) for kind in model.kinds]
     ours = [kind for kind in model.kinds if kind.prefill is not None]
     if ours:
-        head = ("layers", "kernel", "rows x keys", "warps", "stages", "copy engine", "workspace")
+        head = ("layers", "kernel", "tile", "warps", "stages", "copy engine", "workspace")
         yield f"Tiles on {model.arch}", head, [row for kind in ours for row in _tile_rows(kind)]
 
 
@@ -105,6 +105,10 @@ def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
         first = ("", "")
 
 
+# Characters of the longest word in a column that must not be cut.
+WHOLE = {"kernel": len("hopper_prefill"), "tile": len("128 x 128"), "workspace": 9}
+
+
 def show(report: Report) -> None:
     """Print the report."""
     try:
@@ -137,7 +141,11 @@ def _print_rich(
     boxes: Any = importlib.import_module("rich.box")
     print(f"\n{title}")
     sys.stdout.flush()
-    table = tables.Table(*head, box=boxes.SIMPLE_HEAD)
+    table = tables.Table(box=boxes.SIMPLE_HEAD)
+    for name in head:
+        # Texts may wrap between words in a narrow window; names of kernels and sizes are whole.
+        width = WHOLE.get(name)
+        table.add_column(name, overflow="fold", min_width=width)
     for row in rows:
         # Names of features hold brackets, which rich would take for its markup.
         table.add_row(*(cell.replace("[", "\\[") for cell in row))

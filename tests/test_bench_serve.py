@@ -47,6 +47,15 @@ def test_commands_of_servers_and_clients(capsys):
     assert "--num-prompts 16 --max-concurrency 16" in clients[1]
 
 
+def test_without_a_gpu_no_server_is_started(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TILEWISE_CPU_PLATFORM", raising=False)
+    monkeypatch.setattr(serve, "_run", lambda *_: pytest.fail("servers were started"))
+    assert serve.main(["--out", str(tmp_path / "serve.json")]) == serve.EXIT_USAGE
+    assert "no CUDA device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_each_run_has_other_prompts_and_the_same_for_every_backend(capsys):
     arguments = ["--dry-run", "--backends", "A,B", "--workloads", "s_8k_1k_c8", "--runs", "3"]
     assert serve.main(arguments) == serve.EXIT_OK

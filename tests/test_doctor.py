@@ -227,6 +227,9 @@ def test_the_least_able_backend_decides_the_graphs():
     assert cuda_graphs(["TILEWISE", "A", "B"], levels) == ("UNIFORM_BATCH", "A allows no more")
     assert cuda_graphs(["A", "C"], levels) == ("NEVER", "C allows no more")
     assert cuda_graphs(["A", "D"], levels)[0] == "UNKNOWN"
+    assert cuda_graphs(["TILEWISE", None], levels) == (
+        "UNKNOWN", "nobody computes some of the layers"
+    )  # fmt: skip
 
 
 @pytest.mark.vllm

@@ -16,6 +16,7 @@ import tilewise
 # Module with `main(argv) -> int` and a line for --help, by subcommand.
 _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
+    "host": ("tilewise.bench.host", "time what a call costs on the host"),
     "ladder": ("tilewise.bench.ladder.command", "climb from naive attention to our kernels"),
     "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
     "report": ("tilewise.bench.html", "write an HTML page about a result file"),

@@ -21,6 +21,13 @@ import triton.language as tl
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
+from tilewise.kernels.masks import (
+    KeyMask,
+    mask_arguments,
+    mask_constants,
+    mask_rows,
+    whole_tiles,
+)
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.pieces import gather_pieces, piece_at
 
@@ -158,6 +165,9 @@ def _decode_kernel(
     v_scale_ptr,
     out_scale_ptr,
     causal_ptr,
+    kv_start_ptr,
+    mask_ptr,
+    mask_start_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -195,12 +205,17 @@ def _decode_kernel(
     V_PAIRS: tl.constexpr,
     PIECE_TILES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v for short queries; grid = (workers,).
 
     Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
-    are rows like its queries.
+    are rows, those of its queries or, with a ``kv_start_ptr``, from there on.  That of a batch with
+    a ``block_table_ptr`` says where each request's ids start in it.
+
+    A ``MASK`` stands for the causal one (``tilewise.kernels.masks``); with ``CAUSAL`` off.
 
     With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
@@ -298,9 +313,19 @@ def _decode_kernel(
         first_pos = seq_len - query_len + m_tile * BLOCK_M // GROUP_SIZE
         # Tiles that every row sees whole.
         full = tl.maximum(last_key(first_pos, ahead, seq_len) + 1, 0) // BLOCK_N
+        full = whole_tiles(full, seq_len - query_len, MASK, BLOCK_N)
+        mask_row, mask_bound = mask_rows(
+            mask_ptr, mask_start_ptr, req, query_start, token, query_len, seq_len, PAGE_SIZE, MASK
+        )
+        kv_start = req_token
+        if kv_start_ptr is not None:
+            kv_start = tl.load(kv_start_ptr + req).to(tl.int64)
         block_table_row_ptr = None
         if block_table_ptr is not None:
-            block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+            if kv_start_ptr is None:
+                block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+            else:
+                block_table_row_ptr = block_table_ptr + kv_start
         if USE_TMA:
             k_head = k_src
             v_head = v_src
@@ -308,8 +333,8 @@ def _decode_kernel(
             k_head = k_src + kv_head.to(tl.int64) * stride_k_h
             v_head = v_src + kv_head.to(tl.int64) * stride_v_h
         if block_table_ptr is None:
-            k_head += req_token * stride_k_s
-            v_head += req_token * stride_v_s
+            k_head += kv_start * stride_k_s
+            v_head += kv_start * stride_v_s
         slope_log2 = None
         if slopes_ptr is not None:
             row_slope_ptr = slopes_ptr + first_head + flat % GROUP_SIZE
@@ -346,7 +371,7 @@ def _decode_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
-            ROW_SCALE, V_PAIRS, 0,
+            ROW_SCALE, V_PAIRS, 0, mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
         )  # fmt: skip
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
@@ -450,6 +475,8 @@ def decode_attention(
     out_format: str = "",
     piece_tiles: int = 0,
     max_pieces: int = 0,
+    kv_starts: torch.Tensor | None = None,
+    mask: KeyMask | None = None,
 ) -> None:
     """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
 
@@ -463,7 +490,7 @@ def decode_attention(
         Views of the keys and values: pages, or the batch's own rows.
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it.  Without a ``block_table`` a request's keys are the rows of
-        its queries.
+        its queries, or from ``kv_starts`` on.
     header, cu_work, worker_record : Tensor, int32
         The plan (``tilewise.kernels.plan``): totals, units before each request, worker's starts.
     partial_acc : Tensor[slots, block_m, block_d], fp32
@@ -486,17 +513,24 @@ def decode_attention(
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
         The plan must have been made for them.
+    kv_starts : Tensor[num_reqs + 1], int32, or None
+        First row of each request's keys; with a ``block_table`` its first entry in that, one row.
+    mask : KeyMask or None
+        What queries see instead of what ``causal`` says, which must be False then.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     v_pairs = _values_pair_up(kv, block_d)
     if v_pairs:
         kv = replace(kv, v=kv.v.view(torch.uint16))
     flags = causal if isinstance(causal, torch.Tensor) else None
+    if mask is not None and not mask.is_tree:
+        tail_stages = num_stages  # every tile is masked: no other loop is left to pipeline
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
         *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
+        kv_starts, *mask_arguments(mask),
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
@@ -509,7 +543,7 @@ def decode_attention(
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window,
         CAUSAL=causal is True, ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         V_PAIRS=v_pairs,
-        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
+        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces, **mask_constants(mask),
     )  # fmt: skip
     options = kv.options | ({"launch_pdl": True} if pdl else {})
     _launch_decode((arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps, **options)

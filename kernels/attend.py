@@ -13,6 +13,10 @@ from tilewise.kernels.masks import seen
 from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
 
+# Triton 3.6 takes no plain values as defaults.
+NO_MASK = tl.constexpr("")
+NO_ROWS = tl.constexpr(0)
+
 
 @triton.jit
 def window_ranges(begin, end, last_pos, full, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -98,8 +102,8 @@ def attend(
     mask_ptr=None,
     mask_row=None,
     mask_bound=None,
-    MASK: tl.constexpr = "",
-    MASK_ROWS: tl.constexpr = 0,
+    MASK: tl.constexpr = NO_MASK,
+    MASK_ROWS: tl.constexpr = NO_ROWS,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
@@ -150,8 +154,9 @@ def attend(
                 visible = visible & (n[None, :] >= first[:, None])
             if MASK != "":
                 visible = visible & seen(
-                    mask_ptr, mask_row, mask_bound, n, seq_len, PAGE_SIZE, MASK, MASK_ROWS
-                )
+                    mask_ptr, mask_row, mask_bound, start, seq_len, PAGE_SIZE, BLOCK_N, MASK,
+                    MASK_ROWS,
+                )  # fmt: skip
             qk = tl.where(visible, qk, float("-inf"))
             if USE_TMA:
                 # A copied page brings its whole tail; 0 * NaN would reach the accumulator.

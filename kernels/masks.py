@@ -96,26 +96,65 @@ def whole_tiles(full, context_len, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def seen(
-    mask_ptr, row, bound, n, seq_len,
-    PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
+def _row_words(
+    mask_ptr, row, bound, start, seq_len,
+    PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Whether each row sees each key ``n`` [BLOCK_N]; what lies past a mask's end is hidden."""
+    """A word a row, whose bit ``i`` says whether it sees the key ``start + i``, of ``KEYS``."""
+    if MASK == "bits":
+        at = row + start
+        left = tl.minimum(tl.maximum(tl.minimum(bound - at, seq_len - start), 0), KEYS)
+        left = left.to(tl.int32)
+        # Keys may start anywhere in a byte: each eight of them are parts of two.
+        shift = (at & 7).to(tl.int32)[:, None]
+        key = 8 * tl.arange(0, KEYS // 8)[None, :]
+        ptrs = (mask_ptr + (at >> 3))[:, None] + key // 8
+        low = tl.load(ptrs, mask=key < left[:, None], other=0).to(tl.int32)
+        high = tl.load(ptrs + 1, mask=key + 8 - shift < left[:, None], other=0).to(tl.int32)
+        byte = ((low | (high << 8)) >> shift) & 255
+        word = tl.sum(byte.to(tl.int64) << key, 1)
+        few = (tl.full(left.shape, 1, tl.int64) << tl.minimum(left, 63)) - 1
+        return tl.where(left >= 64, word, word & few)
+    else:
+        word = tl.zeros(row.shape, tl.int64)
+        for i in tl.static_range(0, KEYS, 16):  # a part at a time: few addresses are kept
+            key = tl.arange(0, 16)
+            column = key.to(tl.int64) + start + i
+            if MASK == "blocks":
+                column = column // PAGE_SIZE * (MASK_ROWS * PAGE_SIZE) + column % PAGE_SIZE
+            ok = (key < seq_len - start - i)[None, :] & (column[None, :] < (bound - row)[:, None])
+            byte = tl.load((mask_ptr + row)[:, None] + column[None, :], mask=ok, other=0)
+            bits = tl.sum((byte != 0).to(tl.int32) << key[None, :], 1)
+            word = word | (bits.to(tl.int64) << i)
+        return word
+
+
+@triton.jit
+def seen(
+    mask_ptr, row, bound, start, seq_len,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, MASK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Whether each row sees each of ``BLOCK_N`` keys from ``start`` on, [BLOCK_M, BLOCK_N].
+
+    What lies past a mask's end is hidden.
+    """
+    key = tl.arange(0, BLOCK_N)
     if MASK == "tree":
-        draft = n - bound
+        draft = start + key - bound
         word = row[:, None] >> tl.minimum(tl.maximum(draft, 0), 31)[None, :]
         return (draft < 0)[None, :] | ((word & 1) != 0)
     else:
-        column = n.to(tl.int64)
-        if MASK == "blocks":
-            column = column // PAGE_SIZE * (MASK_ROWS * PAGE_SIZE) + column % PAGE_SIZE
-        at = row[:, None] + column[None, :]  # [BLOCK_M, BLOCK_N]
-        inside = (n < seq_len)[None, :] & (at < bound)
-        if MASK == "bits":
-            byte = tl.load(mask_ptr + (at >> 3), mask=inside, other=0).to(tl.int32)
-            return ((byte >> (at & 7).to(tl.int32)) & 1) != 0
-        else:
-            return tl.load(mask_ptr + at, mask=inside, other=0) != 0
+        # A word a row and not an element each, whose addresses would spill.
+        tl.static_assert(BLOCK_N <= 128)
+        KEYS: tl.constexpr = BLOCK_N if BLOCK_N < 64 else 64
+        word = _row_words(mask_ptr, row, bound, start, seq_len, PAGE_SIZE, KEYS, MASK, MASK_ROWS)
+        word = word[:, None]
+        if BLOCK_N > 64:
+            more = _row_words(
+                mask_ptr, row, bound, start + 64, seq_len, PAGE_SIZE, KEYS, MASK, MASK_ROWS
+            )
+            word = tl.where(key[None, :] < 64, word, more[:, None])
+        return ((word >> (key % 64)[None, :]) & 1) != 0
 
 
 _STARTS = ["query_start_loc_ptr", "seq_lens_ptr", "kv_start_ptr"]

@@ -95,7 +95,8 @@ def _prefill_kernel(
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
     are rows, those of its queries or, with a ``kv_start_ptr``, from there on.  That of a batch with
     a ``block_table_ptr`` says where each request's ids start in it.  ``spans_ptr`` is None where no
-    spans are bidirectional; they go with ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides what lies left of it in a span too.
+    spans are bidirectional; they go with ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides
+    what lies left of it in a span too.
 
     With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 

@@ -26,7 +26,8 @@ class CustomMask:
     values : Tensor[sum(query_len * seq_len)], bool, or Tensor[bytes], uint8
         True where a query sees a key.  Requests follow each other, each ``[query_len, seq_len]``
         and flattened (FlashInfer's ``custom_mask``).  As uint8, eight elements a byte, the least
-        significant bit first; each request starts a byte (``packed_custom_mask``).  Of a tensor that ends too early, keys past its end are not seen.
+        significant bit first; each request starts a byte (``packed_custom_mask``).  Of a
+        tensor that ends too early, keys past its end are not seen.
     """
 
     values: torch.Tensor

@@ -7,7 +7,7 @@ from cases import Batch
 
 
 def attend(q, k, v, visible, dtype, *, softcap=0.0, sinks=None):
-    """``(out, lse)`` of q [t, Hq, D] over k, v [n, Hkv, D] under ``visible`` [t, n] in ``dtype``."""
+    """``(out, lse)`` of q [t, Hq, D] over k, v [n, Hkv, D] under ``visible`` [t, n]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.transpose(0, 1).to(dtype).repeat_interleave(group, 0) for x in (k, v))
     s = (q.transpose(0, 1).to(dtype) @ k.transpose(1, 2)).float() * q.shape[2] ** -0.5

@@ -177,7 +177,7 @@ FULL_CHUNKS = {k: list(v) for k, v in groupby(sorted(FULL, key=_chunk), key=_chu
 def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
     if kernel == "prefill" and {"bits", "bytes", "blocks"}.intersection(features.split("+")):
-        # Every tile is masked, and a word a row carried through; batches of vLLM run other variants.
+        # Every tile is masked, a word a row carried through; batches of vLLM run other variants.
         return 1536 if arch < 90 else 768
     if head_dim > 256:
         return 64 if kernel == "decode" and features.startswith("e") else 0  # fp8: e4m3, e5m2

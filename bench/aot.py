@@ -25,7 +25,7 @@ from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
 # causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
-# are of the prefill kernel only.
+# are of the prefill kernel only; cuts and clocks of the decode kernel, for benchmarks.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
@@ -33,6 +33,8 @@ FEATURES = {
     "flags": ("causal_ptr", "*i32"),
     "spans": ("spans_ptr", "*i32"),
     "fp8_out": ("out_scale_ptr", "*fp32"),
+    "cuts": ("cuts_ptr", "*i32"),
+    "clocks": ("clock_ptr", "*i64"),
 }
 # Features that are masks, with the type of their elements; "starts" stands for requests whose keys
 # or ids start anywhere in rows or in one row of a table.
@@ -131,7 +133,8 @@ def _attention_signature(
     if mask:
         masks["mask_ptr"] = MASKS[mask]
         masks |= {} if mask == "tree" else {"mask_start_ptr": "*i64"}
-    known = {f: v for f, v in FEATURES.items() if kernel == "prefill" or f != "spans"}
+    others = ("cuts", "clocks") if kernel == "prefill" else ("spans",)
+    known = {f: v for f, v in FEATURES.items() if f not in others}
     optional = {name: kind for feature, (name, kind) in known.items() if feature in features}
     optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
     optional |= masks

@@ -30,6 +30,7 @@ from tilewise.kernels.masks import (
 )
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.pieces import gather_pieces, piece_at
+from tilewise.kernels.trace import cut_of, start_clock, stop_clock
 
 
 @triton.jit
@@ -168,6 +169,8 @@ def _decode_kernel(
     kv_start_ptr,
     mask_ptr,
     mask_start_ptr,
+    cuts_ptr,
+    clock_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -222,6 +225,7 @@ def _decode_kernel(
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
     the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
+    ``cuts_ptr`` and ``clock_ptr`` are of benchmarks alone (``tilewise.kernels.trace``).
     """
     if PDL:
         # The launch before this one, whose results are read from here on, may still be running.
@@ -232,6 +236,8 @@ def _decode_kernel(
     stretch_end = tl.load(record + 1)
     if cursor >= stretch_end:
         return
+    if clock_ptr is not None:
+        start_clock(clock_ptr, worker)
     req = tl.load(record + 2)
     req_begin = tl.load(record + 3)
     req_end = tl.load(record + 4)
@@ -397,8 +403,11 @@ def _decode_kernel(
             tl.store(partial_m_ptr + slot * BLOCK_M + rows, m_i, mask=row_ok)
             tl.store(partial_l_ptr + slot * BLOCK_M + rows, l_i, mask=row_ok)
             item_unit = cursor - begin
-            first = _owner(item_unit, total, active)
-            pieces = _owner(item_unit + length - 1, total, active) - first + 1
+            if cuts_ptr is None:
+                first = _owner(item_unit, total, active)
+                pieces = _owner(item_unit + length - 1, total, active) - first + 1
+            else:
+                first, pieces = cut_of(cuts_ptr, worker)
             # Every thread's partial must be out before the one atomic that announces it.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
@@ -430,6 +439,8 @@ def _decode_kernel(
                 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP, OUT_FORMAT,
             )  # fmt: skip
         cursor += end - begin
+    if clock_ptr is not None:
+        stop_clock(clock_ptr, worker)
 
 
 _launch_decode = Launcher(_decode_kernel)
@@ -477,6 +488,8 @@ def decode_attention(
     max_pieces: int = 0,
     kv_starts: torch.Tensor | None = None,
     mask: KeyMask | None = None,
+    cuts: torch.Tensor | None = None,
+    clocks: torch.Tensor | None = None,
 ) -> None:
     """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
 
@@ -517,6 +530,12 @@ def decode_attention(
         First row of each request's keys; with a ``block_table`` its first entry in that, one row.
     mask : KeyMask or None
         What queries see instead of what ``causal`` says, which must be False then.
+    cuts : Tensor[workers, 2], int32, or None
+        Of stretches that are not even, each in one item: the first of the workers that share it,
+        and how many they are.  They follow each other, and there is a record and a counter of
+        arrivals for each (``tilewise bench splits``).
+    clocks : Tensor[workers, 3], int64, or None
+        Written: when each worker that has a stretch started and ended, in nanoseconds, and its SM.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     v_pairs = _values_pair_up(kv, block_d)
@@ -530,7 +549,7 @@ def decode_attention(
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
         *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
-        kv_starts, *mask_arguments(mask),
+        kv_starts, *mask_arguments(mask), cuts, clocks,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip

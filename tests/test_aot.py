@@ -163,6 +163,7 @@ FULL += [
 FULL += [(k, "bf16", 90, 128, 64, "e4m3", "bits") for k in ATTENTION]
 FULL += [("decode", "bf16", 90, 128, 64, mask, "invariant") for mask in ("bits", "tree")]
 FULL += [(k, "bf16", 90, 512, 64, "bits") for k in ATTENTION]
+FULL += [("decode", "bf16", arch, 128, 64, "cuts", "clocks") for arch in (80, 90, 100)]
 
 
 def _chunk(variant):

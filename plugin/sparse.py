@@ -258,6 +258,46 @@ class BlockSparseAttention:
         return BlockMask(mask)
 
 
+def to_blocks(
+    mask: torch.Tensor, block_size: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make a block-sparse matrix of a dense mask, for ``plan``; waits for the device.
+
+    Parameters
+    ----------
+    mask : Tensor[rows, columns], bool
+        True where a query sees a key.
+    block_size : (int, int)
+        Rows and columns of a block; columns of the mask are whole blocks.
+
+    Returns
+    -------
+    indptr : Tensor[block_rows + 1], int32
+    indices : Tensor[blocks], int32
+        Columns of the blocks of which something is seen, ascending.
+    elements : Tensor[blocks, rows, columns], bool
+        What is seen of them; rows past the mask's last are not.
+
+    Raises
+    ------
+    PlanMismatch
+        With what the mask has and what is accepted.
+    """
+    rows, columns = block_size
+    if mask.dim() != 2 or mask.dtype != torch.bool or mask.shape[1] % columns:
+        raise PlanMismatch(
+            f"mask is {mask.dtype} {tuple(mask.shape)}; accepted: torch.bool [rows, multiple of "
+            f"{columns}]"
+        )
+    padded = torch.nn.functional.pad(mask, (0, 0, 0, -mask.shape[0] % rows))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
+    listed = blocks.flatten(2).any(2)  # [block rows, block columns]
+    counts = listed.sum(1)
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    indices = listed.nonzero()[:, 1].to(torch.int32)
+    return indptr, indices, blocks[listed].contiguous()
+
+
 @dataclass(frozen=True)
 class _BlockChecks(Checks):
     """Checks of a batch whose requests are rows of blocks, of ``columns`` keys each."""

@@ -93,7 +93,7 @@ def test_the_causal_mask_by_element_is_the_causal_rule(device):
     plan_batch(attn, batch)
     ruled, ruled_lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
     rows = slice(0, batch.num_tokens)
-    torch.testing.assert_close(out[rows], ruled[rows], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out[rows], ruled[rows], rtol=4e-3, atol=4e-3)
     torch.testing.assert_close(lse[rows], ruled_lse[rows], rtol=1e-5, atol=1e-5)
 
 
@@ -263,7 +263,7 @@ def test_any_visible_drafts(width, device):
 
 
 def test_a_chain_is_the_causal_rule(device):
-    """Bit for bit, since the same tiles meet in the same order."""
+    """Drafts in a row, each the child of the one before."""
     batch = make_batch(Case(((5, 100), (16, 300), (1, 70), (3, 0)), dtype=BF16), device)
     attn = make_attention(batch.case, device)
     parents = [t - 1 for q, _ in batch.case.requests for t in range(q)] + [0] * 3

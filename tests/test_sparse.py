@@ -12,6 +12,7 @@ from masked import assert_matches
 from tilewise import BlockSparseAttention, plan_rule, policy
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.masks import flatten_masks
+from tilewise.sparse import to_blocks
 
 # numpy's remarks on poison that masked tiles read and select away; the GPU has no such voice.
 pytestmark = [
@@ -174,6 +175,30 @@ def test_every_block_is_dense_attention(block, device):
     _, lse = attn.run(q, k, v, return_lse=True)
     everything = torch.ones(32, 128, dtype=torch.bool, device=device)
     assert_matches(out[:32], lse[:32], q[:32], k[:128], v[:128], everything)
+
+
+@pytest.mark.parametrize("block", [(16, 32), (32, 16)])
+def test_a_dense_mask_in_blocks(block, device):
+    """A mask with empty blocks costs the others alone, and gives what it says."""
+    gen = torch.Generator().manual_seed(0)
+    rows, columns = block
+    dense = torch.rand(75, 192, generator=gen) < 0.3
+    empty = torch.rand(-(-75 // rows), 192 // columns, generator=gen) < 0.6
+    dense &= ~empty.repeat_interleave(rows, 0)[:75].repeat_interleave(columns, 1)
+    indptr, indices, elements = to_blocks(dense.to(device), block)
+    assert len(indices) == int((~empty).sum()) == indptr[-1]
+    m = Matrix(75, 192, block, ((),) * len(empty))
+    attn = make_sparse(m, device)
+    attn.plan(indptr, indices, num_rows=75, num_cols=192, mask=elements)
+    walked = attn._attn._plan.seq_lens
+    assert (walked.cpu() == columns * (~empty).sum(1)).all()
+    q, k, v = (
+        torch.randn(n, h, 64, generator=gen).to(device) for n, h in ((75, 4), (192, 2), (192, 2))
+    )
+    out, lse = attn.run(q, k, v, return_lse=True)
+    assert_matches(out, lse, q, k, v, dense.to(device))
+    with pytest.raises(PlanMismatch, match=r"\(75, 192\); accepted: torch.bool .*multiple of 50"):
+        to_blocks(dense, (16, 50))
 
 
 def work_of(attn):

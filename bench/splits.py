@@ -159,16 +159,20 @@ class CutRunner:
             clocks=clocks,
         )  # fmt: skip
 
-    def idle(self, num_sms: int) -> float:
-        """Median share of launches in which SMs idle, by the programs' clocks."""
+    def idle(self, num_sms: int) -> tuple[float, int]:
+        """Median share of launches in which SMs idle, and the step of the clock in nanoseconds."""
         import torch
 
-        shares = []
+        shares, step = [], 0
         for launch in range(CLOCKED_LAUNCHES):
             clocks = torch.zeros(len(self.records), 3, dtype=torch.int64, device="cuda")
             self(launch % self.inputs.copies, clocks)
             shares.append(measured_idle(clocks.tolist(), num_sms))
-        return statistics.median(shares[1:])  # the first one compiles
+            times = clocks[:, :2][clocks[:, 1] > 0].flatten().unique()  # ascending
+            if len(times) > 1:
+                least = int((times[1:] - times[:-1]).min())
+                step = min(step, least) if step else least
+        return statistics.median(shares[1:]), step  # the first one compiles
 
 
 def run_case(case: Case, args: argparse.Namespace, monitor: Any) -> list[report.Row]:
@@ -215,7 +219,8 @@ def run_case(case: Case, args: argparse.Namespace, monitor: Any) -> list[report.
         summary = summarize(found_times)
         rows[name]["median_us"] = round(summary.median_us, 3)
         rows[name]["spread_us"] = round(summary.spread_us, 3)
-        rows[name]["sm_idle"] = round(runners[name].idle(config.num_sms), 4)
+        idle, step = runners[name].idle(config.num_sms)
+        rows[name] |= {"sm_idle": round(idle, 4), "clock_step_ns": step}
     _compare(rows)
     return list(rows.values())
 

@@ -178,6 +178,7 @@ def test_clocks_and_times_of_a_small_case():
     for row in rows:
         assert row["median_us"] > 0
         assert 0 <= row["sm_idle"] < 1
+        assert 0 < row["clock_step_ns"] < 5_000
         assert row["to_even"] > 0
 
 

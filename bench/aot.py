@@ -25,7 +25,7 @@ from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
 # causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
-# are of the prefill kernel only.
+# are of the prefill kernel only; cuts and clocks of the decode kernel, for benchmarks.
 FEATURES = {
     "softcap": ("cap_log2", "fp32"),
     "sinks": ("sinks_ptr", "*fp32"),
@@ -33,7 +33,12 @@ FEATURES = {
     "flags": ("causal_ptr", "*i32"),
     "spans": ("spans_ptr", "*i32"),
     "fp8_out": ("out_scale_ptr", "*fp32"),
+    "cuts": ("cuts_ptr", "*i32"),
+    "clocks": ("clock_ptr", "*i64"),
 }
+# Features that are masks, with the type of their elements; "starts" stands for requests whose keys
+# or ids start anywhere in rows or in one row of a table.
+MASKS = {"bytes": "*u8", "bits": "*u8", "blocks": "*u8", "tree": "*i32"}
 KERNELS = ("prefill", "decode", "plan", "cache_write")
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -123,10 +128,18 @@ def _attention_signature(
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
-    known = {f: v for f, v in FEATURES.items() if kernel == "prefill" or f != "spans"}
+    masks = {"kv_start_ptr": "*i32"} if "starts" in features else {}
+    mask = next((f for f in features if f in MASKS), "")
+    if mask:
+        masks["mask_ptr"] = MASKS[mask]
+        masks |= {} if mask == "tree" else {"mask_start_ptr": "*i64"}
+    others = ("cuts", "clocks") if kernel == "prefill" else ("spans",)
+    known = {f: v for f, v in FEATURES.items() if f not in others}
     optional = {name: kind for feature, (name, kind) in known.items() if feature in features}
     optional |= dict.fromkeys(scales, "*fp32") if kv_format(features) else {}
-    off = [n for n in (*(n for n, _ in known.values()), *scales) if n not in optional]
+    optional |= masks
+    names = (*(n for n, _ in known.values()), *scales, "kv_start_ptr", "mask_ptr", "mask_start_ptr")
+    off = [n for n in names if n not in optional]
     if "spans_ptr" in optional:
         optional["num_spans"] = "i32"
     elif kernel == "prefill":
@@ -141,7 +154,8 @@ def _attention_signature(
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
     rounded = "e4m3" if arch >= 90 else "e4m3_bits"
     constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
-    constants["CAUSAL"] = not {"flags", "bidirectional"}.intersection(features)
+    constants["CAUSAL"] = not {"flags", "bidirectional", *MASKS}.intersection(features)
+    constants |= {"MASK": mask, "MASK_ROWS": 16 if mask == "blocks" else 0}
     if kernel == "decode":
         constants |= {"V_PAIRS": pairs}
     else:
@@ -308,7 +322,8 @@ def resources(
     arch : int
         80, 89, 90 or 100.
     features : sequence of str
-        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, and the format of an fp8 cache.
+        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, a key of
+        ``MASKS``, and ``starts``.
     """
     g = config.geometry
     if kernel == "prefill":

@@ -9,8 +9,13 @@ import triton.language as tl
 from tilewise.kernels.fp8 import WEIGHT_SHIFT, decode_fp8, decode_pairs
 from tilewise.kernels.lazy_rescale import rescale_lazily
 from tilewise.kernels.logits import shape_logits
+from tilewise.kernels.masks import seen
 from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
+
+# Triton 3.6 takes no plain values as defaults.
+NO_MASK = tl.constexpr("")
+NO_ROWS = tl.constexpr(0)
 
 
 @triton.jit
@@ -94,6 +99,11 @@ def attend(
     ROW_SCALE: tl.constexpr,
     V_PAIRS: tl.constexpr,
     LAZY: tl.constexpr,
+    mask_ptr=None,
+    mask_row=None,
+    mask_bound=None,
+    MASK: tl.constexpr = NO_MASK,
+    MASK_ROWS: tl.constexpr = NO_ROWS,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
@@ -105,7 +115,8 @@ def attend(
     ``ROW_SCALE`` every row has a ``scale_log2`` of its own.  With ``V_PAIRS`` values come as
     uint16, two columns in one, and ``acc`` keeps the even columns, ``acc_odd`` the odd ones; it
     is unused otherwise.  ``LAZY`` counts a thread's accumulators where these are rescaled lazily
-    (``tilewise.kernels.lazy_rescale``), else 0.
+    (``tilewise.kernels.lazy_rescale``), else 0.  With a ``MASK`` a row sees of those keys only what
+    it says (``tilewise.kernels.masks``); it goes with ``MASKED``.
     """
     SHAPED: tl.constexpr = (cap_log2 is not None) or (slope_log2 is not None)
     AS_FP16: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.float16)
@@ -141,6 +152,11 @@ def attend(
                 visible = visible & (n[None, :] > pos[:, None] - WINDOW)
             elif WINDOW:
                 visible = visible & (n[None, :] >= first[:, None])
+            if MASK != "":
+                visible = visible & seen(
+                    mask_ptr, mask_row, mask_bound, start, seq_len, PAGE_SIZE, BLOCK_N, MASK,
+                    MASK_ROWS,
+                )  # fmt: skip
             qk = tl.where(visible, qk, float("-inf"))
             if USE_TMA:
                 # A copied page brings its whole tail; 0 * NaN would reach the accumulator.

@@ -21,8 +21,16 @@ import triton.language as tl
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
+from tilewise.kernels.masks import (
+    KeyMask,
+    mask_arguments,
+    mask_constants,
+    mask_rows,
+    whole_tiles,
+)
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.pieces import gather_pieces, piece_at
+from tilewise.kernels.trace import cut_of, start_clock, stop_clock
 
 
 @triton.jit
@@ -158,6 +166,11 @@ def _decode_kernel(
     v_scale_ptr,
     out_scale_ptr,
     causal_ptr,
+    kv_start_ptr,
+    mask_ptr,
+    mask_start_ptr,
+    cuts_ptr,
+    clock_ptr,
     stride_o_t,
     stride_o_h,
     stride_q_t,
@@ -195,18 +208,24 @@ def _decode_kernel(
     V_PAIRS: tl.constexpr,
     PIECE_TILES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v for short queries; grid = (workers,).
 
     Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
-    are rows like its queries.
+    are rows, those of its queries or, with a ``kv_start_ptr``, from there on.  That of a batch with
+    a ``block_table_ptr`` says where each request's ids start in it.
+
+    A ``MASK`` stands for the causal one (``tilewise.kernels.masks``); with ``CAUSAL`` off.
 
     With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
     the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
+    ``cuts_ptr`` and ``clock_ptr`` are of benchmarks alone (``tilewise.kernels.trace``).
     """
     if PDL:
         # The launch before this one, whose results are read from here on, may still be running.
@@ -217,6 +236,8 @@ def _decode_kernel(
     stretch_end = tl.load(record + 1)
     if cursor >= stretch_end:
         return
+    if clock_ptr is not None:
+        start_clock(clock_ptr, worker)
     req = tl.load(record + 2)
     req_begin = tl.load(record + 3)
     req_end = tl.load(record + 4)
@@ -298,9 +319,19 @@ def _decode_kernel(
         first_pos = seq_len - query_len + m_tile * BLOCK_M // GROUP_SIZE
         # Tiles that every row sees whole.
         full = tl.maximum(last_key(first_pos, ahead, seq_len) + 1, 0) // BLOCK_N
+        full = whole_tiles(full, seq_len - query_len, MASK, BLOCK_N)
+        mask_row, mask_bound = mask_rows(
+            mask_ptr, mask_start_ptr, req, query_start, token, query_len, seq_len, PAGE_SIZE, MASK
+        )
+        kv_start = req_token
+        if kv_start_ptr is not None:
+            kv_start = tl.load(kv_start_ptr + req).to(tl.int64)
         block_table_row_ptr = None
         if block_table_ptr is not None:
-            block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+            if kv_start_ptr is None:
+                block_table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
+            else:
+                block_table_row_ptr = block_table_ptr + kv_start
         if USE_TMA:
             k_head = k_src
             v_head = v_src
@@ -308,8 +339,8 @@ def _decode_kernel(
             k_head = k_src + kv_head.to(tl.int64) * stride_k_h
             v_head = v_src + kv_head.to(tl.int64) * stride_v_h
         if block_table_ptr is None:
-            k_head += req_token * stride_k_s
-            v_head += req_token * stride_v_s
+            k_head += kv_start * stride_k_s
+            v_head += kv_start * stride_v_s
         slope_log2 = None
         if slopes_ptr is not None:
             row_slope_ptr = slopes_ptr + first_head + flat % GROUP_SIZE
@@ -346,7 +377,7 @@ def _decode_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
-            ROW_SCALE, V_PAIRS, 0,
+            ROW_SCALE, V_PAIRS, 0, mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
         )  # fmt: skip
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
@@ -372,8 +403,11 @@ def _decode_kernel(
             tl.store(partial_m_ptr + slot * BLOCK_M + rows, m_i, mask=row_ok)
             tl.store(partial_l_ptr + slot * BLOCK_M + rows, l_i, mask=row_ok)
             item_unit = cursor - begin
-            first = _owner(item_unit, total, active)
-            pieces = _owner(item_unit + length - 1, total, active) - first + 1
+            if cuts_ptr is None:
+                first = _owner(item_unit, total, active)
+                pieces = _owner(item_unit + length - 1, total, active) - first + 1
+            else:
+                first, pieces = cut_of(cuts_ptr, worker)
             # Every thread's partial must be out before the one atomic that announces it.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
@@ -405,6 +439,8 @@ def _decode_kernel(
                 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP, OUT_FORMAT,
             )  # fmt: skip
         cursor += end - begin
+    if clock_ptr is not None:
+        stop_clock(clock_ptr, worker)
 
 
 _launch_decode = Launcher(_decode_kernel)
@@ -458,6 +494,10 @@ def decode_attention(
     out_format: str = "",
     piece_tiles: int = 0,
     max_pieces: int = 0,
+    kv_starts: torch.Tensor | None = None,
+    mask: KeyMask | None = None,
+    cuts: torch.Tensor | None = None,
+    clocks: torch.Tensor | None = None,
 ) -> None:
     """Attend for every decode request of the plan and write ``out`` (and ``lse``) in place.
 
@@ -471,7 +511,7 @@ def decode_attention(
         Views of the keys and values: pages, or the batch's own rows.
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it.  Without a ``block_table`` a request's keys are the rows of
-        its queries.
+        its queries, or from ``kv_starts`` on.
     header, cu_work, worker_record : Tensor, int32
         The plan (``tilewise.kernels.plan``): totals, units before each request, worker's starts.
     partial_acc : Tensor[slots, block_m, block_d], fp32
@@ -494,17 +534,30 @@ def decode_attention(
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
         The plan must have been made for them.
+    kv_starts : Tensor[num_reqs + 1], int32, or None
+        First row of each request's keys; with a ``block_table`` its first entry in that, one row.
+    mask : KeyMask or None
+        What queries see instead of what ``causal`` says, which must be False then.
+    cuts : Tensor[workers, 2], int32, or None
+        Of stretches that are not even, each in one item: the first of the workers that share it,
+        and how many they are.  They follow each other, and there is a record and a counter of
+        arrivals for each (``tilewise bench splits``).
+    clocks : Tensor[workers, 3], int64, or None
+        Written: when each worker that has a stretch started and ended, in nanoseconds, and its SM.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     v_pairs = _values_pair_up(kv, block_d)
     if v_pairs:
         kv = replace(kv, v=kv.v.view(torch.uint16))
     flags = causal if isinstance(causal, torch.Tensor) else None
+    if mask is not None and not mask.is_tree:
+        tail_stages = num_stages  # every tile is masked: no other loop is left to pipeline
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
         *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
+        kv_starts, *mask_arguments(mask), cuts, clocks,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
@@ -517,7 +570,7 @@ def decode_attention(
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages, PDL=pdl, WINDOW=window,
         CAUSAL=causal is True, ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         V_PAIRS=v_pairs,
-        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
+        PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces, **mask_constants(mask),
     )  # fmt: skip
     options: dict[str, int] = {**kv.options, **register_options(kv.format, block_d)}
     options |= {"launch_pdl": True} if pdl else {}

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # compiled for one must serve all.
 BATCH_ARGUMENTS = [
     "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "causal_ptr", "spans_ptr",
-    "out_scale_ptr", "stride_bt_b",
+    "out_scale_ptr", "kv_start_ptr", "mask_ptr", "mask_start_ptr", "stride_bt_b",
 ]  # fmt: skip
 
 LOG2E = 1.4426950408889634

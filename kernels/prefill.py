@@ -14,6 +14,13 @@ import triton.language as tl
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import encode_fp8, fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
+from tilewise.kernels.masks import (
+    KeyMask,
+    mask_arguments,
+    mask_constants,
+    mask_rows,
+    whole_tiles,
+)
 from tilewise.kernels.online_softmax import LOG2E, add_sink, softmax_finish
 from tilewise.kernels.spans import own_span
 
@@ -41,6 +48,9 @@ def _prefill_kernel(
     v_scale_ptr,
     out_scale_ptr,
     causal_ptr,
+    kv_start_ptr,
+    mask_ptr,
+    mask_start_ptr,
     spans_ptr,
     num_spans,
     stride_o_t,
@@ -76,15 +86,21 @@ def _prefill_kernel(
     V_SCALE_STEP: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     LAZY: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v; grid = (prefill tiles, KV heads).
 
     Without ``CAUSAL`` rows see keys past their own too, but for requests whose flag at
     ``causal_ptr`` is set, if there are flags.  ``block_table_ptr`` is None where a request's keys
-    are rows like its queries.  ``spans_ptr`` is None where no spans are bidirectional; they go with
-    ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides what lies left of it in a span too.
+    are rows, those of its queries or, with a ``kv_start_ptr``, from there on.  That of a batch with
+    a ``block_table_ptr`` says where each request's ids start in it.  ``spans_ptr`` is None where no
+    spans are bidirectional; they go with ``CAUSAL`` only.  With ``SPANS_IN_WINDOW`` a window hides
+    what lies left of it in a span too.
 
     With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
+
+    A ``MASK`` stands for the causal one (``tilewise.kernels.masks``); with ``CAUSAL`` off.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
@@ -151,9 +167,19 @@ def _prefill_kernel(
         end_pos = context_len + tl.minimum(first_token + BLOCK_Q, query_len) - 1
         _, end_pos = own_span(spans_ptr, req, num_spans, end_pos)
         end = tl.cdiv(tl.maximum(tl.minimum(end_pos, seq_len - 1) + 1, 0), BLOCK_N)
+    full = whole_tiles(full, context_len, MASK, BLOCK_N)
+    mask_row, mask_bound = mask_rows(
+        mask_ptr, mask_start_ptr, req, query_start, token, query_len, seq_len, PAGE_SIZE, MASK
+    )
+    kv_start = query_start
+    if kv_start_ptr is not None:
+        kv_start = tl.load(kv_start_ptr + req)
     block_table_row_ptr = None
     if block_table_ptr is not None:
-        block_table_row_ptr = block_table_ptr + req * stride_bt_b
+        if kv_start_ptr is None:
+            block_table_row_ptr = block_table_ptr + req * stride_bt_b
+        else:
+            block_table_row_ptr = block_table_ptr + kv_start.to(tl.int64)
     if USE_TMA:
         k_head = k_src
         v_head = v_src
@@ -161,8 +187,8 @@ def _prefill_kernel(
         k_head = k_src + kv_head.to(tl.int64) * stride_k_h
         v_head = v_src + kv_head.to(tl.int64) * stride_v_h
     if block_table_ptr is None:
-        k_head += query_start.to(tl.int64) * stride_k_s
-        v_head += query_start.to(tl.int64) * stride_v_s
+        k_head += kv_start.to(tl.int64) * stride_k_s
+        v_head += kv_start.to(tl.int64) * stride_v_s
     slope_log2 = None
     if slopes_ptr is not None:
         row_slope_ptr = slopes_ptr + tile_head + rows % GROUP_SIZE
@@ -201,6 +227,7 @@ def _prefill_kernel(
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, LAST_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
+        mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
     )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -242,6 +269,8 @@ def prefill_attention(
     causal: bool | torch.Tensor,
     spans: torch.Tensor | None = None,
     spans_in_window: bool = False,
+    kv_starts: torch.Tensor | None = None,
+    mask: KeyMask | None = None,
     out_scale: torch.Tensor | None = None,
     out_format: str = "",
     max_tiles: int,
@@ -267,7 +296,7 @@ def prefill_attention(
         Views of the keys and values: pages, or the batch's own rows.
     query_start_loc, seq_lens, block_table : Tensor, int32
         The batch, as vLLM passes it; ``seq_lens`` counts context and new tokens.  Without a
-        ``block_table`` a request's keys are the rows of its queries.
+        ``block_table`` a request's keys are the rows of its queries, or from ``kv_starts`` on.
     header, tile_req, tile_token : Tensor, int32
         The plan's tile count and, for each tile, its request and first token.
     logits : Logits
@@ -282,6 +311,10 @@ def prefill_attention(
         causal otherwise (``tilewise.kernels.spans``).  The plan must have been made for them.
     spans_in_window : bool
         Whether a window hides keys of a span as well.
+    kv_starts : Tensor[num_reqs + 1], int32, or None
+        First row of each request's keys; with a ``block_table`` its first entry in that, one row.
+    mask : KeyMask or None
+        What queries see instead of what ``causal`` says, which must be False then; not a tree.
     out_scale : Tensor[] or Tensor[1], fp32, or None
         With one, ``out`` is uint8 and holds ``out / out_scale`` in fp8.
     out_format : str
@@ -291,12 +324,14 @@ def prefill_attention(
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     flags = causal if isinstance(causal, torch.Tensor) else None
+    if mask is not None:
+        tail_stages = num_stages  # every tile is masked: no other loop is left to pipeline
     k_src, v_src, strides = kv_arguments(kv, block_n, block_d, use_tma)
     args = (
         out, lse, q, k_src, v_src, query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token,
         *logits.arguments, kv.k_scale, kv.v_scale, out_scale, flags,
-        spans, None if spans is None else spans.shape[1],
+        kv_starts, *mask_arguments(mask), spans, None if spans is None else spans.shape[1],
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides,
         0 if block_table is None else block_table.stride(0),
     )  # fmt: skip
@@ -309,6 +344,7 @@ def prefill_attention(
         SPANS_IN_WINDOW=spans is not None and spans_in_window,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
+        **mask_constants(mask),
     )  # fmt: skip
     grid = (max_tiles, kv.num_kv_heads, 1)
     _launch_prefill(grid, args, constants, num_warps=num_warps, **kv.options)

@@ -1,12 +1,13 @@
 """Paged attention in Triton: a plan/run API and an attention backend of vLLM.
 
 Importing this package imports neither vLLM nor Triton and does not touch CUDA, so that vLLM can
-load the plug-in in every process it starts. ``PagedAttention`` and ``Plan`` are loaded on first
-use.
+load the plug-in in every process it starts. ``PagedAttention``, ``BlockSparseAttention``, ``Plan``
+and the masks are loaded on first use.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "plugin":
@@ -26,16 +27,21 @@ from tilewise.errors import (
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention, Plan
+    from tilewise.masks import CustomMask, TreeMask
+    from tilewise.sparse import BlockSparseAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockSparseAttention",
+    "CustomMask",
     "IncompatibleVllm",
     "PagedAttention",
     "Plan",
     "PlanMismatch",
     "SelfCheckFailed",
     "TilewiseError",
+    "TreeMask",
     "UnsupportedConfig",
     "UnsupportedFeature",
     "__version__",
@@ -43,7 +49,13 @@ __all__ = [
     "register",
 ]
 
-_LAZY = frozenset({"PagedAttention", "Plan"})
+_LAZY = {
+    "BlockSparseAttention": "sparse",
+    "CustomMask": "masks",
+    "PagedAttention": "attention",
+    "Plan": "attention",
+    "TreeMask": "masks",
+}
 
 
 def register() -> None:
@@ -60,9 +72,7 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from tilewise import attention
-
-        return getattr(attention, name)
+        return getattr(importlib.import_module(f"tilewise.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

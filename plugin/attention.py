@@ -18,8 +18,10 @@ from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits, tma_strides
+from tilewise.kernels.masks import KeyMask
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
+from tilewise.masks import Mask, MaskBuffers, check_alone
 from tilewise.pieces import scratch_slots
 from tilewise.ragged import view_rows
 
@@ -34,7 +36,8 @@ class Plan:
     ``query_start_loc``, ``seq_lens``, ``block_table``, ``spans`` and ``causal`` (where it is a
     tensor) are the caller's own: whoever replays a captured graph refreshes them in place and plans
     again.
-    Without a ``block_table`` keys are the batch's own rows, and ``seq_lens`` is the object's.
+    Without a ``block_table`` keys are rows, and ``seq_lens`` is the object's.  ``why_plain`` says
+    why the Gluon kernels leave the batch to their plain twins, if they do.
     """
 
     owner: int
@@ -50,6 +53,10 @@ class Plan:
     decodes_few: bool = False
     side_by_side: bool = False
     spans: torch.Tensor | None = None
+    kv_starts: torch.Tensor | None = None
+    num_keys: int = 0
+    mask: KeyMask | None = None
+    why_plain: str | None = None
 
 
 class PagedAttention:
@@ -165,6 +172,7 @@ class PagedAttention:
             geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens
         )
         self._layouts: dict[tuple[object, ...], bool] = {}
+        self._masks = MaskBuffers(max_num_reqs, max_num_tokens, self.device)
         self._id = next(_OBJECTS)
         self._generation = 0
         self._plan: Plan | None = None
@@ -193,9 +201,9 @@ class PagedAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory held by the persistent buffers."""
+        """Device memory held by the persistent buffers; those of masks come with the first."""
         buffers = (v for v in vars(self).values() if isinstance(v, torch.Tensor))
-        return sum(b.numel() * b.element_size() for b in buffers)
+        return sum(b.numel() * b.element_size() for b in buffers) + self._masks.nbytes
 
     def plan(
         self,
@@ -208,6 +216,9 @@ class PagedAttention:
         has_decode: bool = True,
         causal: bool | torch.Tensor = True,
         spans: torch.Tensor | None = None,
+        kv_start_loc: torch.Tensor | None = None,
+        num_keys: int | None = None,
+        mask: Mask | None = None,
     ) -> Plan:
         """Turn the batch's device lengths into tiles and splits; no host sync.
 
@@ -221,8 +232,9 @@ class PagedAttention:
         block_table : Tensor[num_reqs, pages], int32, or None
             Page ids; entries past a request's last page are never read.  Those of pages wholly
             left of the window of its first query are never followed.  None, together with
-            ``seq_lens``: the keys of a request are the rows of its queries (encoders), and layers
-            run on these instead of a cache.
+            ``seq_lens``: the keys of a request are the rows of its queries (encoders), or what
+            ``kv_start_loc`` says, and layers run on these instead of a cache.  With a
+            ``kv_start_loc``, Tensor[ids]: the ids of one request after those of another.
         num_tokens : int
             Upper bound on ``query_start_loc[-1]`` (the padded number of tokens).
         max_query_len : int
@@ -240,6 +252,15 @@ class PagedAttention:
             Those of a request must not overlap; where the last is not beyond the first, there is
             none.  Keys past ``seq_lens`` are not seen.  Requests with queries in a span take the
             prefill kernel, however short.  Pass None where no query of the batch is in one.
+        kv_start_loc : Tensor[num_reqs + 1], int32, optional
+            Without a ``block_table``: first key row of each request, whose keys are the rows up to
+            the next one's (FlashInfer's ``kv_indptr``); causal is bottom-right.  With one: first
+            page id of each request in it (``paged_kv_indptr``).
+        num_keys : int, optional
+            Upper bound on ``kv_start_loc[-1]`` of rows; needed for these.
+        mask : CustomMask or TreeMask, optional
+            What queries see instead of what ``causal`` says; not with windows, spans or ALiBi.
+            Such batches run the plain kernels.
 
         Returns
         -------
@@ -252,16 +273,21 @@ class PagedAttention:
             When the batch exceeds the bounds given at construction, or a tensor does not fit.
         """
         if seq_lens is None:
-            seq_lens = self._count_rows(query_start_loc, block_table)
+            seq_lens = self._count_rows(query_start_loc, block_table, kv_start_loc)
         elif block_table is None:
             raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
         self._check_device()
         num_reqs = len(seq_lens) if seq_lens.dim() else 0  # without an axis it is refused next
         self._checks.batch(
-            query_start_loc, seq_lens, block_table, num_tokens, max_query_len, self.config
-        )
+            query_start_loc, seq_lens, block_table, num_tokens, max_query_len, self.config,
+            kv_start_loc, num_keys,
+        )  # fmt: skip
         self._checks.causal(causal, num_reqs)
         self._checks.spans(spans, causal, num_reqs)
+        check_alone(mask, self.window, causal, spans)
+        key_mask = self._masks.plan(mask, query_start_loc, seq_lens, kv_start_loc, num_tokens)
+        if key_mask is not None and not key_mask.is_tree:
+            causal = False
         cfg = self.config
         tiles = 0
         if max_query_len > policy.DECODE_MAX_QUERY_LEN or spans is not None:
@@ -270,8 +296,12 @@ class PagedAttention:
             )
         self._generation += 1
         options: dict[str, Any] = {**cfg.piece_constants}
-        # The Gluon kernels are causal.
-        gluon = causal is True and block_table is not None
+        why_plain = policy.why_plain_batch(
+            causal is True,
+            block_table is not None and kv_start_loc is None,
+            "" if key_mask is None else key_mask.kind,
+        )
+        gluon = why_plain is None
         few = gluon and cfg.decodes_few(num_reqs)
         beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
         if num_reqs:
@@ -302,6 +332,10 @@ class PagedAttention:
             decodes_few=few,
             side_by_side=beside and num_reqs > 0,
             spans=spans,
+            kv_starts=kv_start_loc,
+            num_keys=num_tokens if num_keys is None else num_keys,
+            mask=key_mask,
+            why_plain=why_plain,
         )
         return self._plan
 
@@ -389,8 +423,8 @@ class PagedAttention:
         self._checks.per_head("alibi_slopes", alibi_slopes)
         if spans not in _SPANS:
             raise PlanMismatch(f"spans={spans!r}; accepted: {', '.join(map(repr, _SPANS))}")
-        spanned = plan.spans is not None and spans != "off"
-        if alibi_slopes is not None and (plan.causal is not True or spanned):
+        ruled = plan.mask is not None or (plan.spans is not None and spans != "off")
+        if alibi_slopes is not None and (plan.causal is not True or ruled):
             raise PlanMismatch("alibi_slopes with a plan that is not causal; accepted: None")
         alibi_sqrt = alibi_sqrt and alibi_slopes is not None
         logits = Logits(scale, softcap, sinks, alibi_slopes, alibi_sqrt)
@@ -441,7 +475,9 @@ class PagedAttention:
         options: dict[str, Any] = {**cfg.piece_constants}
         decode_attention(
             out, lse, q, kv, *batch,
-            item_overhead=cfg.item_overhead, window=cfg.window, causal=plan.causal,
+            item_overhead=cfg.item_overhead, window=cfg.window,
+            causal=plan.causal if plan.mask is None else False,
+            kv_starts=plan.kv_starts, mask=plan.mask,
             block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
             use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
@@ -485,6 +521,8 @@ class PagedAttention:
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
             causal=plan.causal, spans=heeded, spans_in_window=spans == "windowed",
+            kv_starts=plan.kv_starts,
+            mask=None if plan.mask is None or plan.mask.is_tree else plan.mask,
             out_scale=out_scale, out_format=self._out_format if out_scale is not None else "",
             block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
@@ -516,9 +554,12 @@ class PagedAttention:
         return plan
 
     def _count_rows(
-        self, query_start_loc: torch.Tensor, block_table: torch.Tensor | None
+        self,
+        query_start_loc: torch.Tensor,
+        block_table: torch.Tensor | None,
+        kv_start_loc: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Key counts of a batch whose keys are its queries' rows, counted on the device."""
+        """Key counts of a batch whose keys are rows, counted on the device."""
         if block_table is not None:
             raise PlanMismatch("seq_lens is None; accepted: only without a block_table")
         num_reqs = query_start_loc.numel() - 1
@@ -532,8 +573,11 @@ class PagedAttention:
                 f"query_start_loc is {query_start_loc.dtype} on {query_start_loc.device}; "
                 f"accepted: torch.int32 on {self.device}"
             )
-        lengths = self._own_lengths[:num_reqs]
-        return torch.sub(query_start_loc[1:], query_start_loc[:-1], out=lengths)
+        starts = query_start_loc
+        if kv_start_loc is not None:
+            self._checks.starts(kv_start_loc, num_reqs)
+            starts = kv_start_loc
+        return torch.sub(starts[1:], starts[:-1], out=self._own_lengths[:num_reqs])
 
     def _bind(
         self,
@@ -597,7 +641,7 @@ class PagedAttention:
         self._checks.rows("q", q, self.config)
         if out is not None:
             self._checks.rows("out", out, self.config)
-        return view_rows(kv, self.geometry, self.dtype, self.device, plan.num_tokens)
+        return view_rows(kv, self.geometry, self.dtype, self.device, plan.num_keys)
 
 
 def _plain_maths(
@@ -610,9 +654,10 @@ def _plain_maths(
 ) -> bool:
     """Whether a layer is one for the Gluon kernels.
 
-    Causal, with logits that are only scaled, an output in the queries' dtype, aligned addresses.
+    A batch they take, logits that are only scaled, an output in the queries' dtype, aligned
+    addresses.
     """
-    simple = not logits.shaped and plan.causal is True and out_scale is None
+    simple = not logits.shaped and plan.why_plain is None and out_scale is None
     return use_tma and simple and _aligned_rows(q, out)
 
 

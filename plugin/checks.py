@@ -101,6 +101,8 @@ class Checks:
         num_tokens: int,
         max_query_len: int,
         config: policy.Config,
+        kv_start_loc: torch.Tensor | None = None,
+        num_keys: int | None = None,
     ) -> None:
         """A batch's tensors and bounds; that a plan can count its units in 32 bits."""
         if seq_lens.dim() != 1:
@@ -125,6 +127,11 @@ class Checks:
             )
         if num_reqs > 1 and seq_lens.stride(0) != 1:
             raise PlanMismatch(f"seq_lens has stride {seq_lens.stride(0)}; accepted: contiguous")
+        if kv_start_loc is not None:
+            self._partition(kv_start_loc, num_reqs, block_table, num_keys, max_query_len, config)
+            return
+        if num_keys is not None:
+            raise PlanMismatch(f"num_keys={num_keys} without kv_start_loc; accepted: None")
         keys = num_tokens
         if block_table is not None:
             rows_of_ids = block_table.dim() == 2 and block_table.shape[0] >= num_reqs
@@ -141,6 +148,57 @@ class Checks:
             raise PlanMismatch(
                 f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "
                 f"exceed the 2**31 units a plan counts; pass a narrower block_table"
+            )
+
+    def starts(self, kv_start_loc: torch.Tensor, num_reqs: int) -> None:
+        """Where each request's keys or page ids start."""
+        if not isinstance(kv_start_loc, torch.Tensor):
+            raise PlanMismatch(f"kv_start_loc={kv_start_loc!r}; accepted: a tensor or None")
+        if (
+            kv_start_loc.shape != (num_reqs + 1,)
+            or kv_start_loc.dtype != torch.int32
+            or kv_start_loc.device != self.device
+            or not kv_start_loc.is_contiguous()
+        ):
+            raise PlanMismatch(
+                f"kv_start_loc is {kv_start_loc.dtype} {tuple(kv_start_loc.shape)} on "
+                f"{kv_start_loc.device}; accepted: contiguous torch.int32 ({num_reqs + 1},) on "
+                f"{self.device} for {num_reqs} requests"
+            )
+
+    def _partition(
+        self,
+        kv_start_loc: torch.Tensor,
+        num_reqs: int,
+        block_table: torch.Tensor | None,
+        num_keys: int | None,
+        max_query_len: int,
+        config: policy.Config,
+    ) -> None:
+        """Requests whose keys, or page ids, follow each other in one row."""
+        self.starts(kv_start_loc, num_reqs)
+        if block_table is None:
+            if num_keys is None or num_keys < 0:
+                raise PlanMismatch(
+                    f"num_keys={num_keys} with kv_start_loc; accepted: 0 or more, a bound on its "
+                    "last entry"
+                )
+            keys = num_keys
+        else:
+            if block_table.dim() != 1 or not block_table.is_contiguous():
+                raise PlanMismatch(
+                    f"block_table has shape {tuple(block_table.shape)} with kv_start_loc; "
+                    "accepted: contiguous [ids]"
+                )
+            if num_keys is not None:
+                raise PlanMismatch(f"num_keys={num_keys} with a block_table; accepted: None")
+            keys = block_table.shape[0] * self.geometry.page_size
+        longest = min(max(max_query_len, 1), policy.DECODE_MAX_QUERY_LEN)
+        units = plan_rule.decode_units_of_all(num_reqs, longest, keys, config)
+        if units >= 2**31 or keys > 2**31 - 1024:
+            raise PlanMismatch(
+                f"{num_reqs} requests of up to {longest} query tokens and {keys} keys in all could "
+                "exceed the 2**31 units a plan counts; accepted: fewer keys or requests"
             )
 
     def rows(self, name: str, x: torch.Tensor, config: policy.Config) -> None:

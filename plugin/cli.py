@@ -23,6 +23,10 @@ _BENCHES = {
     "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
     "roofline": ("tilewise.bench.roofline", "plot our kernels below the card's measured ceilings"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
+    "splits": (
+        "tilewise.bench.splits",
+        "cut decodes in three ways, same kernel: time and idle SMs",
+    ),
 }
 _DOCTOR = ("tilewise.integration.doctor", "say what would run here, and what is wrong")
 _EXTRA = "pip install 'tilewise[bench]'"

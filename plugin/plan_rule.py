@@ -212,6 +212,12 @@ def decode_units_bound(query_len: int, keys: int, config: Config) -> int:
     return decode_items(query_len, config) * (tiles + config.item_overhead)
 
 
+def decode_units_of_all(num_reqs: int, query_len: int, keys: int, config: Config) -> int:
+    """Bound on the units of so many requests that share so many keys, each key in one request."""
+    tiles = keys // config.decode.block_n + num_reqs
+    return decode_items(query_len, config) * (tiles + num_reqs * config.item_overhead)
+
+
 def kv_splits(plan: BatchPlan, request: int, query_len: int, config: Config) -> list[int]:
     """How many workers share each item of a decode request; its pieces, where items have them."""
     _, active, total = plan.header

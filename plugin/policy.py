@@ -405,6 +405,32 @@ def why_not_hopper_decode(geometry: Geometry, device: Device, decode: Tiles) -> 
     return None
 
 
+def why_plain_batch(causal: bool, pages: bool, mask: str = "") -> str | None:
+    """Why the Gluon kernels leave a batch to their plain twins, or None where they may take it.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether all requests are causal.
+    pages : bool
+        Whether keys lie in pages and every request has a row of a block table.
+    mask : str
+        Kind of a mask by element or tree (``tilewise.kernels.masks``); "" for none.
+
+    Returns
+    -------
+    str or None
+        What the batch has, and what is accepted.
+    """
+    if mask:
+        return f"a mask of {mask} (accepted: none)"
+    if not causal:
+        return "attention that is not causal (accepted: causal)"
+    if not pages:
+        return "keys without a block table of a row a request (accepted: with one)"
+    return None
+
+
 def _hopper_shared_memory(head_dim: int) -> int:
     """Bytes of the Gluon prefill's queries, blocks in flight and barriers."""
     tiles = _HOPPER_TILES[head_dim]

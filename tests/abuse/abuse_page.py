@@ -78,7 +78,9 @@ def render(root: Path) -> str:
     for path, result in found.items():
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         env = result.get("env", {})
-        when = f"; {env['date'][:10]}, commit {str(env['commit'])[:12]}" if env else ""
+        runs = [case.get("run", {}) for case in result["cases"].values()]
+        commits = [str(run.get("commit", env.get("commit")))[:12] for run in runs]
+        when = f"; {env['date'][:10]}, commit {', '.join(dict.fromkeys(commits))}" if env else ""
         lines += [f"**{result['device']}** ({versions}{when}; [result](../{path}))", ""]
         lines += ["| abuse | what came of it |", "|---|---|"]
         for name, case in result["cases"].items():

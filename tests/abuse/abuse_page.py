@@ -45,7 +45,9 @@ def figures(name: str, case: dict[str, Any]) -> str:
         return f"{sum_kinds(case)} requests; {missed:.0f} steps came to `/metrics` afterwards"
     if name == "two_servers":
         both = " and ".join(str(sum_kinds(server)) for server in case["servers"])
-        return f"{both} requests; {case['answers']['equal']} of {case['answers']['compared']} equal"
+        answers = case["answers"]
+        ties = f", {answers['ties']} ended in a tie" if answers["ties"] else ""
+        return f"{both} requests; {answers['equal']} of {answers['compared']} equal{ties}"
     codes = case.get("exit_codes")
     if codes is not None:
         return f"{len(codes)} starts, all ended with a message"

@@ -66,7 +66,11 @@ def _model_sections(model: ModelReport) -> Iterator[Section]:
     ours = [kind for kind in model.kinds if kind.prefill is not None]
     if ours:
         head = ("layers", "kernel", "tile", "warps", "stages", "copy engine", "workspace")
-        yield f"Tiles on {model.arch}", head, [row for kind in ours for row in _tile_rows(kind)]
+        yield (
+            f"Tiles (rows x keys) on {model.arch}",
+            head,
+            [row for kind in ours for row in _tile_rows(kind)],
+        )
 
 
 def _layer_row(kind: LayerKind) -> tuple[str, ...]:

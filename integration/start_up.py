@@ -19,10 +19,9 @@ import torch
 
 from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
-from tilewise.integration import self_check, warm_encoder
+from tilewise.integration import self_check, triton_cache, warm_encoder
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.spans import is_clamped
-from tilewise.integration.triton_cache import kept_for_all_models
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         If a kernel computes something else than plain PyTorch.
     """
     attn, impl = builder.attn, layer.impl
-    cuda = attn.device.type == "cuda"
+    cuda = _is_cuda(attn)
     if kv_cache.shape[0] == 0 or (cuda and torch.cuda.is_current_stream_capturing()):
         return
     if kv_cache.dtype != (attn.dtype if impl.kv_dtype is None else torch.uint8):
@@ -127,9 +126,10 @@ def prepare(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         )
     kind = _kind(builder, layer, kv_cache)
     builder.is_warm = True
-    with torch.inference_mode(), counters.paused(), kept_for_all_models():
+    with torch.inference_mode(), counters.paused():
         if cuda and kind not in _compiled:
-            warm_up(builder, layer, kv_cache)
+            with triton_cache.kept():
+                warm_up(builder, layer, kv_cache)
             _compiled.add(kind)
         # The real cache has more pages than one made for an estimate of memory.
         geometry = (*kind, kv_cache.shape[0])
@@ -166,11 +166,16 @@ def prepare_encoder(builder: TilewiseMetadataBuilder, layer: Any) -> None:
         bool(impl.soft_cap), _pointer(impl.sinks),
     )  # fmt: skip
     builder.is_warm = True
-    if attn.device.type != "cuda" or kind in _compiled:
+    if not _is_cuda(attn) or kind in _compiled:
         return
-    with torch.inference_mode(), counters.paused():
+    with torch.inference_mode(), counters.paused(), triton_cache.kept():
         warm_up_encoder(builder, layer, attn)
     _compiled.add(kind)
+
+
+def _is_cuda(attn: PagedAttention) -> bool:
+    """Whether kernels are compiled at all."""
+    return attn.device.type == "cuda"
 
 
 def _alone(builder: TilewiseMetadataBuilder) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -57,8 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: the subcommand's own, or 2 if it could not be started.
+        Exit status: the subcommand's own, 2 if it could not be started, or that of SIGPIPE if
+        whoever read the output (`head`, a pager) has left.
     """
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would try to flush once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if args.command == "doctor":
         return int(importlib.import_module(_DOCTOR[0]).main(rest))

@@ -199,12 +199,13 @@ def test_the_report_for_people(tmp_path, monkeypatch, capsys, rich):
     out = capsys.readouterr().out
     for text in (
         "none  torch sees no CUDA device", "TILEWISE, CUSTOM", "TILEWISE_SELF_CHECK", "0, 2",
-        "sliding window (128); attention sinks", "Tiles on sm_90", "hopper_prefill", "128 x 128",
+        "sliding window (128); attention sinks", "Tiles (rows x keys) on sm_90", "hopper_prefill",
+        "128 x 128",
     ):  # fmt: skip
         assert text in out
     doctor.main([write(tmp_path, LLAMA), "--arch", "sm_80"])
     out = capsys.readouterr().out
-    assert "Tiles on sm_80" in out
+    assert "Tiles (rows x keys) on sm_80" in out
     assert "128 x 64" in out
     assert "hopper_prefill" not in out
     doctor.main([write(tmp_path, LLAMA), "--kv-cache-dtype", "nvfp4"])

@@ -79,32 +79,36 @@ def test_a_part_that_takes_too_long_is_ended_with_its_servers(modules, tmp_path)
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_results_of_two_commits_are_not_merged(tmp_path):
-    for index, commit in enumerate("ab"):
-        result = {"env": {"commit": commit}, "device": "x", "cases": {}}
-        (tmp_path / f"{index}.json").write_text(json.dumps(result))
-    command = [
-        sys.executable, str(ABUSE / "abuse.py"), "--merge", str(tmp_path / "0.json"),
-        str(tmp_path / "1.json"), "--out", str(tmp_path / "all.json"),
-    ]  # fmt: skip
+def merge(folder, **results):
+    """Merge results by name; the finished command and what it wrote."""
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    sources = [str(folder / f"{name}.json") for name in results]
+    out = folder / "all.json"
+    command = [sys.executable, str(ABUSE / "abuse.py"), "--merge", *sources, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done, json.loads(out.read_text()) if out.exists() else None
+
+
+def test_results_of_two_setups_are_not_merged(tmp_path):
+    one, two = ({"env": {}, "device": device, "cases": {}} for device in ("H200", "CPU"))
+    done, found = merge(tmp_path, one=one, two=two)
     assert done.returncode == 1
-    assert "of another setup or commit" in done.stderr
-    assert not (tmp_path / "all.json").exists()
+    assert "two.json is of another setup than" in done.stderr
+    assert found is None
 
 
-def test_cases_are_merged_in_their_order(tmp_path):
-    for name in ("killed", "load"):
-        problems = ["lost"] if name == "load" else []
-        result = {"env": {"commit": "a"}, "cases": {name: {"problems": problems}}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    command = [
-        sys.executable, str(ABUSE / "abuse.py"), "--merge", str(tmp_path / "killed.json"),
-        str(tmp_path / "load.json"), "--out", str(tmp_path / "all.json"),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_cases_are_merged_in_their_order_with_their_commits(tmp_path):
+    first = {"env": {"commit": "a"}, "cases": {"killed": {"problems": []}}}
+    second = {"env": {"commit": "b"}, "cases": {"load": {"problems": ["lost"]}}}
+    done, found = merge(tmp_path, first=first, second=second)
     assert done.returncode == 1  # one of them had a problem
-    assert list(json.loads((tmp_path / "all.json").read_text())["cases"]) == ["load", "killed"]
+    assert list(found["cases"]) == ["load", "killed"]
+    assert [case["run"]["commit"] for case in found["cases"].values()] == ["b", "a"]
+    again = {"env": {"commit": "c"}, "cases": {"load": {"problems": []}}}
+    done, found = merge(tmp_path, first=first, second=second, again=again)
+    assert done.returncode == 0
+    assert found["cases"]["load"]["run"]["commit"] == "c"
 
 
 # -- cold starts ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -214,3 +215,18 @@ def test_a_folder_is_not_importable_by_its_bare_name(name):
     # With the checkout on the path, as `python -c` has it, the import says what is wrong.
     attempt = f"try:\n import {name}\nexcept ImportError as error:\n print(error)"
     assert "PYTHONSAFEPATH=1" in call(sys.executable, "-c", attempt, cwd=ROOT)
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    """As in ``tilewise bench kernels --list | head -1``."""
+    command = [sys.executable, "-m", "tilewise.cli", "bench", "kernels", "--list"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""

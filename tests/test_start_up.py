@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import impl as impl_module
-from tilewise.integration import self_check, start_up
+from tilewise.integration import self_check, start_up, triton_cache
 from tilewise.integration.builder import TilewiseMetadataBuilder
 from tilewise.integration.impl import TilewiseImpl
 
@@ -231,6 +232,81 @@ def test_nothing_happens_while_a_graph_is_captured(monkeypatch):
     builder = SimpleNamespace(attn=SimpleNamespace(device=torch.device("cuda")))
     start_up.prepare(builder, make_layer("cpu"), make_cache("cpu"))
     assert checks() == (0, 0)
+
+
+def test_kernels_are_kept_where_the_next_start_looks(tmp_path, monkeypatch):
+    """A start that finds the model compiled is not pointed to the model's own folder."""
+    from vllm.compilation import compiler_interface
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    monkeypatch.setattr(compiler_interface, "_last_inductor_triton_cache_dir", None)
+    seen = []
+    with triton_cache.kept():
+        seen.append(os.environ["TRITON_CACHE_DIR"])
+    assert "TRITON_CACHE_DIR" not in os.environ
+    for root in (tmp_path / "torch_compile_cache" / "0123", tmp_path / "named_in_the_config"):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        compiler_interface.initialize_inductor_cache(str(root))
+        assigned = os.environ["TRITON_CACHE_DIR"]
+        with triton_cache.kept():
+            seen.append(os.environ["TRITON_CACHE_DIR"])
+        assert os.environ["TRITON_CACHE_DIR"] == assigned
+    assert seen == [str(tmp_path / "tilewise" / "triton_cache")] * 3
+    with pytest.raises(KeyError, match="lost"), triton_cache.kept():
+        raise KeyError("lost")
+    assert os.environ["TRITON_CACHE_DIR"] == assigned
+
+
+def test_triton_looks_there(tmp_path, monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    before = knobs.cache.dir
+    with triton_cache.kept():
+        assert knobs.cache.dir == str(tmp_path / "tilewise" / "triton_cache")
+    assert knobs.cache.dir == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "vllm/tilewise/triton_cache"),
+        ({"TRITON_CACHE_DIR": "{0}/own"}, None),
+        ({"TRITON_HOME": "{0}/home"}, "home/.triton/cache"),
+        ({"TRITON_CACHE_DIR": "{0}/vllm/torch_compile_cache/ab/triton_cache"},
+         "vllm/tilewise/triton_cache"),
+    ],
+)  # fmt: skip
+def test_folders_that_users_name_are_theirs(tmp_path, environ, expected):
+    environ = {name: text.format(tmp_path) for name, text in environ.items()}
+    found = triton_cache.choose(environ, tmp_path / "vllm", None)
+    assert found == (None if expected is None else tmp_path / expected)
+    assert found is None or found.is_dir()
+
+
+def test_a_cache_that_cannot_be_made_leaves_triton_alone(tmp_path):
+    (tmp_path / "vllm").write_text("a file")
+    assert triton_cache.choose({}, tmp_path / "vllm", None) is None
+
+
+def test_the_warm_up_keeps_its_kernels_there(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    seen = []
+    monkeypatch.setattr(
+        start_up, "warm_up", lambda *_: seen.append(os.environ.get("TRITON_CACHE_DIR"))
+    )
+    monkeypatch.setattr(start_up, "_is_cuda", lambda attn: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    layer = make_layer(device)
+    make_builder(device, layer)
+    layer.bind_kv_cache(make_cache(device))
+    assert seen == [str(tmp_path / "tilewise" / "triton_cache")]
 
 
 @pytest.mark.parametrize(

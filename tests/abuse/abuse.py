@@ -99,35 +99,43 @@ def describe(setup: Setup) -> dict[str, Any]:
 
 
 def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results are of one setup and one commit."""
-    setup = ("device", "versions", "arguments", "limits")
-    commits = [result.get("env", {}).get("commit") for result in (one, other)]
-    return all(one.get(name) == other.get(name) for name in setup) and commits[0] == commits[1]
+    """Whether two results are of one setup."""
+    return all(one.get(n) == other.get(n) for n in ("device", "versions", "arguments", "limits"))
+
+
+def commit_of(result: dict[str, Any]) -> str | None:
+    """The commit of a result; None of one that does not say."""
+    return result.get("env", {}).get("commit")
 
 
 def earlier_cases(out: Path, described: dict[str, Any]) -> dict[str, Any]:
-    """Cases of an earlier run with the same setup that stand in the file; they are kept."""
+    """Cases of an earlier run of the same setup and commit that stand in the file; they stay."""
     if not out.exists():
         return {}
     found = json.loads(out.read_text())
-    return dict(found["cases"]) if is_same(found, described) else {}
+    same = is_same(found, described) and commit_of(found) == commit_of(described)
+    return dict(found["cases"]) if same else {}
 
 
 def merge(sources: list[Path], out: Path) -> int:
-    """Put the cases of several files into one; the exit code.
+    """Put the cases of several files into one, each with its commit; the exit code.
+
+    Of a case that several files have, that of the last one counts.
 
     Raises
     ------
     SystemExit
-        When they are not of one setup and one commit.
+        When they are not of one setup.
     """
     found = [json.loads(path.read_text()) for path in sources]
+    cases: dict[str, Any] = {}
     for path, result in zip(sources, found, strict=True):
         if not is_same(result, found[0]):
-            raise SystemExit(f"{path} is of another setup or commit than {sources[0]}")
-    cases = {name: case for result in found for name, case in result["cases"].items()}
+            raise SystemExit(f"{path} is of another setup than {sources[0]}")
+        for name, case in result["cases"].items():
+            cases[name] = {**case, "run": {"commit": commit_of(result), **case.get("run", {})}}
     ordered = {name: cases[name] for name in CASES if name in cases}
-    write(out, {**found[0], "cases": ordered})
+    write(out, {**found[-1], "cases": ordered})
     return int(any(case["problems"] for case in ordered.values()))
 
 
@@ -173,7 +181,10 @@ def main() -> int:
         with Clocks() as clocks:
             case = run_case(name, setup)
         env = describe_run("tests/abuse/abuse.py", asked.commit)
-        case["run"] = {"date": env["date"], "command": env["command"], "clocks": clocks.summary()}
+        case["run"] = {
+            "commit": env["commit"], "date": env["date"], "command": env["command"],
+            "clocks": clocks.summary(),
+        }  # fmt: skip
         case["case_seconds"] = round(time.monotonic() - started, 1)
         failed |= bool(case["problems"])
         result["cases"][name] = case

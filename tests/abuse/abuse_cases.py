@@ -304,7 +304,7 @@ def settings(setup: Setup) -> dict[str, Any]:
     names = [name for name in defaults() if name not in text_only]
     cases = [(name, value) for name in names for value in GARBAGE[:1]]
     cases += [(names[0], value) for value in GARBAGE[1:]]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(4 if setup.gpu else 2) as pool:
         started = pool.map(lambda c: _start(setup, c[0], [], **{c[0]: c[1]}), cases)
         for (name, value), (code, text) in zip(cases, started, strict=True):
             label = f"{name}={value[:12]!r}"
@@ -337,7 +337,7 @@ def attention_config(setup: Setup) -> dict[str, Any]:
     ]
     cases.append(("--block-size 17", ["--block-size", "17"], "17"))
     problems, figures = [], {}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(4 if setup.gpu else 2) as pool:
         started = pool.map(lambda case: _start(setup, case[0], case[1]), cases)
         for (name, _, said), (code, text) in zip(cases, started, strict=True):
             problems += _judge(name, code, text, said)

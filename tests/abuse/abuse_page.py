@@ -45,7 +45,9 @@ def figures(name: str, case: dict[str, Any]) -> str:
         return f"{sum_kinds(case)} requests; {missed:.0f} steps came to `/metrics` afterwards"
     if name == "two_servers":
         both = " and ".join(str(sum_kinds(server)) for server in case["servers"])
-        return f"{both} requests; {case['answers']['equal']} of {case['answers']['compared']} equal"
+        answers = case["answers"]
+        ties = f", {answers['ties']} ended in a tie" if answers["ties"] else ""
+        return f"{both} requests; {answers['equal']} of {answers['compared']} equal{ties}"
     codes = case.get("exit_codes")
     if codes is not None:
         return f"{len(codes)} starts, all ended with a message"
@@ -78,7 +80,9 @@ def render(root: Path) -> str:
     for path, result in found.items():
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         env = result.get("env", {})
-        when = f"; {env['date'][:10]}, commit {str(env['commit'])[:12]}" if env else ""
+        runs = [case.get("run", {}) for case in result["cases"].values()]
+        commits = [str(run.get("commit", env.get("commit")))[:12] for run in runs]
+        when = f"; {env['date'][:10]}, commit {', '.join(dict.fromkeys(commits))}" if env else ""
         lines += [f"**{result['device']}** ({versions}{when}; [result](../{path}))", ""]
         lines += ["| abuse | what came of it |", "|---|---|"]
         for name, case in result["cases"].items():

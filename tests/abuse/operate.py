@@ -4,11 +4,14 @@ Runs the parts side by side on one GPU, each with a time limit of its own, and p
 
 ``roofline``   ``tilewise bench roofline``, before anything else uses the GPU
 ``cold``       cold and warm starts, with an empty Triton cache and against FLASH_ATTN
-``cold_more``  two servers at once on one empty cache, a home that cannot be written
+``cold_more``  two servers at once on one empty cache
+``read_only``  a home that cannot be written
 ``jit``        ``--jit-monitor-mode=error`` under a long varied load, and FLASH_ATTN's
 ``load``       many requests of all kinds; memory must stand still
 ``kill``       a killed worker, a restart, two servers on one host
-``settings``   garbage in variables and ``--attention-config``, oversized prompts, a full disk
+``settings``   garbage in every variable
+``config``     bad ``--attention-config``, oversized prompts
+``disk``       a full disk
 
 Result files and logs are written into the folder as they come. Without a GPU, ``--smoke`` runs
 small sizes of what an engine on the CPU can do.
@@ -112,9 +115,11 @@ def all_parts(out: Path, work: Path, asked: argparse.Namespace) -> list[Part]:
         ),
         abuse("load", "load", "--requests", load_requests, "--load-seconds", asked.load_seconds),
         abuse("kill", "killed,two_servers"),
-        abuse("settings", "oversized" if smoke else
-              "settings,attention_config,oversized,full_disk"),
-        replace(cold("cold_more", "at_once,read_only"), after="cold"),
+        abuse("settings", "settings"),
+        abuse("config", "oversized" if smoke else "attention_config,oversized"),
+        abuse("disk", "full_disk"),
+        replace(cold("cold_more", "at_once"), after="cold"),
+        replace(cold("cold_read_only", "read_only"), name="read_only", after="jit"),
     ]  # fmt: skip
     if smoke:
         # One after another: a small machine starts one engine at a time.
@@ -155,7 +160,7 @@ def run_all(parts: list[Part], out: Path, seconds: float) -> None:
             now = time.monotonic() - began
             for part in parts:
                 late = now > part.share * seconds
-                before = by_name.get(part.after)
+                before = by_name.get(part.after)  # none where it is not among those chosen
                 if part.state == "waits":
                     if late:
                         part.state = "never began"

@@ -18,7 +18,7 @@ from tilewise.marked import replace_between, write_or_check
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = "bench/results/h200"
-STARTS = ("cold_start.json", "cold_more.json")
+STARTS = ("cold_start.json", "cold_more.json", "cold_read_only.json")
 NONE = "*Not measured yet: no result file.*"
 TITLES = {
     "cold": "empty caches",

@@ -42,7 +42,9 @@ def compile_prefix_decode(
     for name in _LEFT_OUT:
         signature.pop(name, None)
         constants.pop(name, None)
-    options = {"enable_fp_fusion": False} if aot.kv_format(features) else {}
+    options: dict[str, Any] = {"enable_fp_fusion": False} if aot.kv_format(features) else {}
+    if prefixes.max_registers:
+        options["maxnreg"] = prefixes.max_registers
     return aot._compile(
         prefix_decode._prefix_decode_kernel, signature, constants, aot._aligned(signature), arch,
         tiles.num_warps, **options,

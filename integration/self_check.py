@@ -150,6 +150,12 @@ def batches_of(
     """Batches that launch everything, and whether to treat them as ones of many requests."""
     if sharded is None:
         kernels = (False, True) if attn.config.decodes_few(1) else (False,)
+        if attn.config.prefixes is not None:
+            # A single request goes another way, and bounds may have left nothing but such.
+            one = (1, len(sequence.key))
+            most = min(2, attn.max_num_reqs, attn.max_num_tokens)
+            counts = sorted({1, most})
+            return list(product((*sequence.batches, *([one] * n for n in counts)), kernels))
         batches = list(product(sequence.batches, kernels))
         if attn.config.side_by_side and len(sequence.batches) == 1:
             # The prefill is launched otherwise where there is no decode beside it.

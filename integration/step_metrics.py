@@ -29,7 +29,10 @@ SAMPLE_EVERY = 256
 SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
 PATHS = ("decode", "prefill", "mixed")
-KERNELS = ("plan", "prefill", "hopper_prefill", "decode", "hopper_decode", "cache_write")
+KERNELS = (
+    "plan", "prefix_find", "prefill", "hopper_prefill", "decode", "hopper_decode", "prefix_decode",
+    "cache_write",
+)  # fmt: skip
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.
 _BEFORE_SERVING = frozenset(

@@ -121,7 +121,7 @@ def _prefix_decode_kernel(
     total = tl.load(header_ptr + 2)
     shared_units = tl.load(shared_header_ptr)
     offs_d = tl.arange(0, BLOCK_D)
-    AS_ROWS: tl.constexpr = 16 if SHARED_BLOCK_M >= 16 else SHARED_BLOCK_M
+    AS_ROWS: tl.constexpr = 16 if BLOCK_D <= 64 else 8
 
     if cursor < shared_units:
         rows = tl.arange(0, SHARED_BLOCK_M)
@@ -168,7 +168,8 @@ def _prefix_decode_kernel(
                 start = tl.load(query_start_loc_ptr + member, mask=row_ok, other=0)
                 next_start = tl.load(query_start_loc_ptr + member + 1, mask=row_ok, other=0)
                 keys = tl.load(seq_lens_ptr + member, mask=row_ok, other=0)
-                pos = keys - (next_start - start) + token
+                # Rows of nobody stand behind the keys too: no distance is negative.
+                pos = tl.where(row_ok, keys - (next_start - start) + token, tiles_n * BLOCK_N)
                 slope = tl.load(slopes_ptr + first_head + x % GROUP_SIZE)
                 slope_log2 = slope.to(tl.float32) * LOG2E
             m_i = tl.full([SHARED_BLOCK_M], float("-inf"), tl.float32)
@@ -403,6 +404,7 @@ def prefix_decode_attention(
     tail_stages: int,
     shared_block_m: int,
     shared_stages: int,
+    max_registers: int,
     use_tma: bool,
     merge_rows: int,
     merge_pieces: int,
@@ -436,6 +438,8 @@ def prefix_decode_attention(
         Zero before and after every launch.
     logits : Logits
         What is done to products before the softmax.
+    max_registers : int
+        What a thread may take; 0 for the hardware's limit.
     out_scale : Tensor[] or Tensor[1], fp32, or None
         With one, ``out`` is uint8 and holds ``out / out_scale`` in fp8.
     out_format : str
@@ -464,7 +468,9 @@ def prefix_decode_attention(
         LANES=max(shared_block_m, block_m, 32 * num_warps), PDL=pdl,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format, V_PAIRS=v_pairs,
     )  # fmt: skip
-    options = kv.options | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, int] = kv.options | ({"launch_pdl": True} if pdl else {})
+    if max_registers:
+        options["maxnreg"] = max_registers
     _launch_prefix_decode(
         (arrivals.shape[0], 1, 1), args, constants, num_warps=num_warps, **options
     )

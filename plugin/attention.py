@@ -297,7 +297,7 @@ class PagedAttention:
         # A function of the shape alone, so that a captured graph meets the same kind of plan.
         share = self._shared if gluon and spans is None and num_reqs > 1 else None
         few = gluon and share is None and cfg.decodes_few(num_reqs)
-        beside = gluon and share is None and spans is None and cfg.side_by_side and has_decode and tiles > 0
+        beside = gluon and self._shared is None and spans is None and cfg.side_by_side and has_decode and tiles > 0
         record = self._worker_record
         if share is not None and block_table is not None:
             options |= share.find(query_start_loc, seq_lens, block_table)

@@ -15,8 +15,13 @@ from tilewise.plan_rule import active_workers, decode_items, decode_units, first
 from tilewise.policy import Config, cdiv
 from tilewise.prefix_tiles import PrefixTiles
 
-# Rows of a shared tile: the fewest that a warpgroup multiplies at once on Hopper.
-SHARED_ROWS = 64
+# Rows of a shared tile: the fewest that a warpgroup multiplies at once on Hopper; where products are
+# of single warps, rows that leave registers for what reads a tile.
+SHARED_ROWS, FEWER_ROWS = 64, 32
+
+REGISTERS = 65536  # of an SM
+RESERVED_BYTES = 1024  # of shared memory, for each program
+BARRIER_BYTES = 256
 
 # Shorter prefixes are not looked for: with the largest groups four key tiles of 64 pay (is_worth).
 MIN_SHARED_KEYS = 256
@@ -45,11 +50,12 @@ def why_not_share(config: Config, device: policy.Device) -> str | None:
         return "batch-invariant mode (accepted: off)"
     if geometry.head_dim > policy.HEAD_DIM_MAX:
         return f"head_dim {geometry.head_dim} (accepted: to {policy.HEAD_DIM_MAX})"
-    if geometry.group_size >= SHARED_ROWS:
+    rows = _rows(config, device)
+    if geometry.group_size >= rows:
         # One member fills a tile, so nothing would be read less often.
-        return f"group size {geometry.group_size} (accepted: to {SHARED_ROWS - 1})"
-    if _stages(config, device) == 0:
-        needed = policy.shared_memory(_tiles(config, 1), geometry)
+        return f"group size {geometry.group_size} (accepted: to {rows - 1})"
+    if _programs_and_stages(config, device)[0] == 0:
+        needed = _shared_bytes(config, device, 1)
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
     return None
 
@@ -72,37 +78,44 @@ def share_prefixes(config: Config, device: policy.Device, decode_query_len: int 
     why = why_not_share(config, device)
     if why is not None:
         raise UnsupportedConfig(f"shared_prefixes with {why}")
-    stages = _stages(config, device)
-    fit = device.shared_memory // policy.shared_memory(_tiles(config, stages), config.geometry)
+    programs, stages = _programs_and_stages(config, device)
+    registers = REGISTERS // (32 * config.decode.num_warps * programs) // 8 * 8
     prefixes = PrefixTiles(
-        block_m=SHARED_ROWS,
+        block_m=_rows(config, device),
         num_stages=stages,
         max_query_len=decode_query_len,
         min_pages=cdiv(MIN_SHARED_KEYS, config.geometry.page_size),
+        max_registers=registers if registers < 256 else 0,
     )
-    workers = min(config.num_workers, config.num_sms * max(fit, 1))
+    workers = min(config.num_workers, config.num_sms * programs)
     return replace(config, prefixes=prefixes, num_workers=workers)
 
 
-def _tiles(config: Config, stages: int) -> policy.Tiles:
-    return replace(config.decode, block_m=SHARED_ROWS, num_stages=stages)
+def _rows(config: Config, device: policy.Device) -> int:
+    """Rows of a shared tile."""
+    wide = device.arch >= 90 and config.geometry.element_size == 2
+    return SHARED_ROWS if wide else FEWER_ROWS
 
 
-def _stages(config: Config, device: policy.Device) -> int:
-    """Shared tiles in flight, as many as tails have where memory allows; 0 if none fits.
+def _shared_bytes(config: Config, device: policy.Device, stages: int) -> int:
+    """Upper estimate of shared memory: weights stay in registers, barriers take a little."""
+    tiles = replace(config.decode, block_m=_rows(config, device), num_stages=stages)
+    weights = tiles.block_m * tiles.block_n * config.geometry.element_size
+    return policy.shared_memory(tiles, config.geometry) - weights + BARRIER_BYTES
 
-    Two programs an SM remain two: tails are read by the same programs.
+
+def _programs_and_stages(config: Config, device: policy.Device) -> tuple[int, int]:
+    """Programs an SM and shared tiles in flight, as many as the plain decode has of both, or fewer.
+
+    Programs first: whoever shares nothing is read by them too.  Zeros if not even one fits.
     """
-    memory = device.shared_memory
-    if 2 * policy.shared_memory(config.decode, config.geometry) <= memory:
-        smallest = policy.shared_memory(_tiles(config, 1), config.geometry)
-        memory = memory // 2 if 2 * smallest <= memory else memory
-    fitting = (
-        stages
-        for stages in range(config.decode.num_stages, 0, -1)
-        if policy.shared_memory(_tiles(config, stages), config.geometry) <= memory
-    )
-    return next(fitting, 0)
+    for programs in range(max(config.num_workers // config.num_sms, 1), 0, -1):
+        # Every program takes a little more of an SM's memory than it may use.
+        most = (device.shared_memory + RESERVED_BYTES) // programs - RESERVED_BYTES
+        for stages in range(config.decode.num_stages, 0, -1):
+            if _shared_bytes(config, device, stages) <= most:
+                return programs, stages
+    return 0, 0
 
 
 def is_worth(tails: int, row_tiles: int, key_tiles: int, item_overhead: int) -> bool:

@@ -17,9 +17,13 @@ class PrefixTiles:
         Longest request, in query tokens, that joins a group.
     min_pages : int
         Fewest pages that are looked at for a group.
+    max_registers : int
+        What a thread may take, so that as many programs share an SM as of the plain decode; 0 where
+        the hardware's own limit suffices.
     """
 
     block_m: int
     num_stages: int
     max_query_len: int
     min_pages: int
+    max_registers: int = 0

@@ -61,8 +61,11 @@ class SharedPrefixes:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Of the decode launch: rows of a shared tile, and tiles in flight."""
-        return {"shared_block_m": self._tiles.block_m, "shared_stages": self._tiles.num_stages}
+        """Of the decode launch: rows of a shared tile, tiles in flight, registers."""
+        return {
+            "shared_block_m": self._tiles.block_m, "shared_stages": self._tiles.num_stages,
+            "max_registers": self._tiles.max_registers,
+        }  # fmt: skip
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilewise import policy, prefix_rule
+from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.bench import aot
 from tilewise.kernels import prefix_decode, prefix_find
 
@@ -17,7 +18,7 @@ _LEFT_OUT = ("causal_ptr", "CAUSAL", "WINDOW", "PIECE_TILES", "MAX_PIECES")
 
 def configured(config: policy.Config, arch: int, decode_query_len: int = 1) -> policy.Config:
     """The configuration with tiles for what requests share on a GPU of ``arch``."""
-    return prefix_rule.share_prefixes(config, aot.DEVICES[arch], decode_query_len)
+    return prefix_rule.share_prefixes(config, DEVICES[arch], decode_query_len)
 
 
 def compile_prefix_decode(
@@ -51,9 +52,7 @@ def compile_prefix_decode(
     )  # fmt: skip
 
 
-def compile_prefix_find(
-    kernel: str, config: policy.Config, arch: int, max_reqs: int = 1024
-) -> Any:
+def compile_prefix_find(kernel: str, config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     """Compile ``prefix_keys`` or ``prefix_groups`` of a ``config`` with ``prefixes``."""
     prefixes, geometry = config.prefixes, config.geometry
     assert prefixes is not None

@@ -121,6 +121,9 @@ def _prefix_decode_kernel(
     total = tl.load(header_ptr + 2)
     shared_units = tl.load(shared_header_ptr)
     offs_d = tl.arange(0, BLOCK_D)
+    BF16_QUERIES: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
+    ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and BF16_QUERIES
+    # Rows of a shared tile that are merged at a time: four pieces of them are on their way.
     AS_ROWS: tl.constexpr = 16 if BLOCK_D <= 64 else 8
 
     if cursor < shared_units:
@@ -155,7 +158,6 @@ def _prefix_decode_kernel(
             q_rows = query_row.to(tl.int64) * stride_q_t + x % GROUP_SIZE * stride_q_h
             q_ptrs = q_ptr + first_head * stride_q_h + (q_rows[:, None] + offs_d[None, :])
             q = tl.load(q_ptrs, mask=row_ok[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-            ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
             scale = scale_log2
             if k_scale_ptr is not None:
                 scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
@@ -262,7 +264,6 @@ def _prefix_decode_kernel(
         if sinks_ptr is not None:
             # Not where it is used: nothing would hide its latency there.
             sink = tl.load(sinks_ptr + first_head + flat % GROUP_SIZE)
-        ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
         scale = scale_log2
         if k_scale_ptr is not None:
             scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
@@ -468,7 +469,9 @@ def prefix_decode_attention(
         LANES=max(shared_block_m, block_m, 32 * num_warps), PDL=pdl,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format, V_PAIRS=v_pairs,
     )  # fmt: skip
-    options: dict[str, int] = kv.options | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, bool | int] = dict(kv.options)
+    if pdl:
+        options["launch_pdl"] = True
     if max_registers:
         options["maxnreg"] = max_registers
     _launch_prefix_decode(

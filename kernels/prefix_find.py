@@ -14,8 +14,8 @@ Only pages that lie wholly before a request's own query tokens count, so every m
 that are shared, and entries past a request's length are never read.  Equal ids are equal memory,
 whatever they are, so a null page needs no exception.  ``tilewise.prefix_rule`` is the Python twin.
 
-``found`` (int32, four a request): [0] leader or -1, [1] query tokens of members before it, [2] query
-tokens and [3] decode items a KV head of the whole group.
+``found`` (int32, four a request): [0] leader or -1, [1] query tokens of members before it, [2]
+query tokens and [3] decode items a KV head of the whole group.
 
 ``members`` (int32, four a request): [0] slot of its first query token among those of all groups, or
 -1, [1] key tiles that it shares, [2] the group's first unit, [3] the group's first slot.
@@ -80,7 +80,7 @@ def _prefix_keys_kernel(
     offs_z = tl.arange(0, BLOCK_Z)
     arrivals = row_arrivals_ptr + req * (MAX_QUERY_LEN * NUM_Q_HEADS) + offs_z
     tl.store(arrivals, 0, mask=offs_z < MAX_QUERY_LEN * NUM_Q_HEADS)
-    own_len, pages = _prefix_pages(
+    _own_len, pages = _prefix_pages(
         query_start_loc_ptr, seq_lens_ptr, req, num_reqs, table_width, MAX_QUERY_LEN, PAGE_SIZE
     )
     row_ptr = block_table_ptr + req.to(tl.int64) * stride_bt_b
@@ -93,7 +93,7 @@ def _prefix_keys_kernel(
         first = NOBODY
         for base in range(0, num_reqs, BLOCK_R):
             r = base + tl.arange(0, BLOCK_R)
-            len_r, pages_r = _prefix_pages(
+            _len_r, pages_r = _prefix_pages(
                 query_start_loc_ptr, seq_lens_ptr, r, num_reqs, table_width,
                 MAX_QUERY_LEN, PAGE_SIZE,
             )  # fmt: skip
@@ -129,10 +129,10 @@ def _prefix_groups_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """``found`` of every request, and common[leader] = pages that its group shares; grid = (reqs,)."""
+    """``found`` of every request, common[leader] = pages that its group shares; grid = (reqs,)."""
     req = tl.program_id(0)
     key = tl.load(keys_ptr + req)
-    own_len, pages = _prefix_pages(
+    _own_len, pages = _prefix_pages(
         query_start_loc_ptr, seq_lens_ptr, req, num_reqs, table_width, MAX_QUERY_LEN, PAGE_SIZE
     )
     leader = NOBODY
@@ -141,7 +141,7 @@ def _prefix_groups_kernel(
     items = 0
     for base in range(0, num_reqs, BLOCK_R):
         r = base + tl.arange(0, BLOCK_R)
-        query_len, pages_r = _prefix_pages(
+        query_len, _pages_r = _prefix_pages(
             query_start_loc_ptr, seq_lens_ptr, r, num_reqs, table_width, MAX_QUERY_LEN, PAGE_SIZE
         )
         alike = (tl.load(keys_ptr + r, mask=r < num_reqs, other=-1) == key) & (key >= 0)
@@ -156,7 +156,7 @@ def _prefix_groups_kernel(
     tl.store(found + 2, tokens)
     tl.store(found + 3, items)
     if key >= 0:
-        leader_len, limit = _prefix_pages(
+        _leader_len, limit = _prefix_pages(
             query_start_loc_ptr, seq_lens_ptr, leader, num_reqs, table_width,
             MAX_QUERY_LEN, PAGE_SIZE,
         )  # fmt: skip

@@ -31,8 +31,8 @@ def _row_pieces(
 ):  # fmt: skip
     """Where the pieces of packed rows ``x`` lie.
 
-    Returns ``(query_row, first_s, pieces_s, row_s, first_t, pieces_t, row_t)``: the row's token, and
-    first worker, pieces and row within a tile of its shared item and of its tail.
+    Returns ``(query_row, first_s, pieces_s, row_s, first_t, pieces_t, row_t)``: the row's token,
+    and first worker, pieces and row within a tile of its shared item and of its tail.
     """
     slot = x // GROUP_SIZE
     req = tl.load(slots_ptr + slot, mask=ok, other=0)
@@ -68,7 +68,7 @@ def _pieces_wanted(
     BLOCK_M: tl.constexpr, SHARED_BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """How many pieces packed rows ``x`` have in all."""
-    query_row, first_s, pieces_s, row_s, first_t, pieces_t, row_t = _row_pieces(
+    _row, _first_s, pieces_s, _row_s, _first_t, pieces_t, _row_t = _row_pieces(
         x, ok, kv_head, query_start_loc_ptr, cu_work_ptr, members_ptr, slots_ptr,
         shared_units, total, active, NUM_KV_HEADS, GROUP_SIZE, ITEM_OVERHEAD, BLOCK_M,
         SHARED_BLOCK_M,

@@ -19,8 +19,8 @@ from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits, tma_strides
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
-from tilewise.kernels.prefix_decode import prefix_decode_attention
 from tilewise.kernels.prefill import prefill_attention
+from tilewise.kernels.prefix_decode import prefix_decode_attention
 from tilewise.pieces import scratch_slots
 from tilewise.prefixes import SharedPrefixes
 from tilewise.ragged import view_rows
@@ -297,7 +297,8 @@ class PagedAttention:
         # A function of the shape alone, so that a captured graph meets the same kind of plan.
         share = self._shared if gluon and spans is None and num_reqs > 1 else None
         few = gluon and share is None and cfg.decodes_few(num_reqs)
-        beside = gluon and self._shared is None and spans is None and cfg.side_by_side and has_decode and tiles > 0
+        beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
+        beside = beside and self._shared is None
         record = self._worker_record
         if share is not None and block_table is not None:
             options |= share.find(query_start_loc, seq_lens, block_table)
@@ -468,16 +469,18 @@ class PagedAttention:
             return
         merge_rows, merge_pieces = cfg.merge_tile
         if plan.shared and self._shared is not None and plan.block_table is not None:
+            batch = (
+                plan.query_start_loc, plan.seq_lens, plan.block_table, self._header, self._cu_work,
+                *self._shared.buffers, self._arrivals, self._shared.row_arrivals, logits,
+            )  # fmt: skip
+            tiles: dict[str, Any] = {**self._shared.tiles}
             prefix_decode_attention(
-                out, lse, q, kv, plan.query_start_loc, plan.seq_lens, plan.block_table,
-                self._header, self._cu_work, *self._shared.buffers, self._arrivals,
-                self._shared.row_arrivals, logits,
-                item_overhead=cfg.item_overhead, block_m=t.block_m, block_n=t.block_n,
-                block_d=t.block_d, num_warps=t.num_warps, num_stages=t.num_stages,
-                tail_stages=t.tail_stages, use_tma=t.use_tma and use_tma, merge_rows=merge_rows,
-                merge_pieces=merge_pieces, pdl=cfg.pdl, out_scale=out_scale,
-                out_format=self._out_format if out_scale is not None else "",
-                **self._shared.tiles,
+                out, lse, q, kv, *batch, item_overhead=cfg.item_overhead, block_m=t.block_m,
+                block_n=t.block_n, block_d=t.block_d, num_warps=t.num_warps,
+                num_stages=t.num_stages, tail_stages=t.tail_stages,
+                use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
+                pdl=cfg.pdl, out_scale=out_scale,
+                out_format=self._out_format if out_scale is not None else "", **tiles,
             )  # fmt: skip
             counters.add("launches", kernel="prefix_decode")
             return

@@ -1,8 +1,8 @@
 """The rule by which decode requests share the pages that their block tables begin with.
 
 Python twin of ``tilewise.kernels.prefix_find`` and of the plan kernel where pages are shared; and
-the policy of it: which layers may share, with which tiles, and which groups are worth it.  No torch,
-no GPU.
+the policy of it: which layers may share, with which tiles, and which groups are worth it.
+No torch, no GPU.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from tilewise.plan_rule import active_workers, decode_items, decode_units, first
 from tilewise.policy import Config, cdiv
 from tilewise.prefix_tiles import PrefixTiles
 
-# Rows of a shared tile: the fewest that a warpgroup multiplies at once on Hopper; where products are
-# of single warps, rows that leave registers for what reads a tile.
+# Rows of a shared tile: the fewest that a warpgroup multiplies at once on Hopper; where products
+# are of single warps, rows that leave registers for what reads a tile.
 SHARED_ROWS, FEWER_ROWS = 64, 32
 
 REGISTERS = 65536  # of an SM
@@ -188,9 +188,7 @@ def find_groups(
         for r in members[1:]:
             both = min(pages[r], pages[leader])
             mine, theirs = block_table[r][:both], block_table[leader][:both]
-            differing = (
-                i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b
-            )
+            differing = (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             shared = min(shared, next(differing, both))
         found[leader] = (members, shared)
     return found

@@ -65,8 +65,7 @@ def planned(attn: PagedAttention, num_reqs: int) -> prefix_rule.SharedPlan:
         shared_header=(units, groups),
         cu_work=tuple(attn._cu_work[: num_reqs + 1].tolist()),
         members=tuple(
-            row if row[0] >= 0 else (-1, 0, 0, 0)
-            for row in tuples(shared.members[:num_reqs])
+            row if row[0] >= 0 else (-1, 0, 0, 0) for row in tuples(shared.members[:num_reqs])
         ),
         groups=tuple(map(tuple, rows)),
         slots=tuple(shared.slots[:slots].tolist()),
@@ -100,7 +99,5 @@ def run_shared(
     n = batch.num_tokens
     # Both are within the tolerance of `check`; a few roundings apart from each other.
     eps = torch.finfo(case.dtype).eps
-    torch.testing.assert_close(
-        out[:n].float(), out_alone[:n].float(), rtol=8 * eps, atol=16 * eps
-    )
+    torch.testing.assert_close(out[:n].float(), out_alone[:n].float(), rtol=8 * eps, atol=16 * eps)
     torch.testing.assert_close(lse[:n], lse_alone[:n], rtol=1e-4, atol=1e-3)

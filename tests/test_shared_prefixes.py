@@ -346,9 +346,7 @@ def test_bad_arguments_are_named(device):
 
 def test_the_workspace_counts_its_buffers(device):
     case = Case(TAILS)
-    alone, shared = (
-        make_attention(case, str(device), shared_prefixes=on) for on in (False, True)
-    )
+    alone, shared = (make_attention(case, str(device), shared_prefixes=on) for on in (False, True))
     assert shared.workspace_bytes > alone.workspace_bytes
     held = shared._shared.workspace_bytes
     assert shared.workspace_bytes == alone.workspace_bytes + held

@@ -42,9 +42,13 @@ QUICK = [
     *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
     ("decode", "bf16", 90, 128, 16, "e4m3"),
     *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
+    # Of pages that requests share.
+    *(("prefix_decode", "bf16", 90, d, 64) for d in (64, 128)),
+    *((k, "bf16", 90, 128, 64) for k in ("prefix_keys", "prefix_groups", "prefix_plan")),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
+OLD += [("prefix_decode", "bf16", 90, 128, 64)]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
@@ -140,6 +144,22 @@ FULL += [
 FULL += [("decode", "bf16", 90, 128, 64, *f, "invariant") for f in (("e4m3",), *COMBINATIONS)]
 
 
+FULL += [
+    ("prefix_decode", t, arch, d, page, *features)
+    for t, features in (
+        ("bf16", ()), ("fp16", ()), ("bf16", ("sinks", "softcap", "alibi", "sqrt", "fp8_out"))
+    )
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+]  # fmt: skip
+FULL += [
+    ("prefix_decode", "bf16", arch, d, 64, f)
+    for arch, f in ((80, "e4m3_bits"), (90, "e4m3"), (90, "e5m2"))
+    for d in (64, 128)
+]
+
+
 def _chunk(variant):
     """What is compiled in one test: a few minutes' worth."""
     kernel, _, arch, *_, last = variant
@@ -153,6 +173,10 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     """Bytes of spill traffic a thread may have, all outside the main loop's matrix products."""
     if head_dim > 256:
         return 64 if kernel == "decode" and features.startswith("e") else 0  # fp8: e4m3, e5m2
+    if kernel == "prefix_decode":
+        # Where items start and rows are merged: registers are few, so that as many programs share
+        # an SM as of the plain decode.
+        return 1024
     if kernel != "prefill":
         return 64
     plain = features.replace("spans", "").replace("fp8_out", "")
@@ -184,6 +208,8 @@ def compile_variants(variants, cache, tmp_path, old_triton=False):
     digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
     kernels = sorted((ROOT / "kernels").glob("*.py"))
     sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in ("policy", "arch", "pieces"))]
+    sources += [ROOT / f"plugin/{name}.py" for name in ("prefix_rule", "prefix_tiles")]
+    sources += [ROOT / "bench/aot_prefix.py"]
     sources += [ROOT / "bench/aot.py", TESTS / "aot_job.py"]
     for source in sources:
         digest.update(source.read_bytes())
@@ -217,7 +243,7 @@ def check_budget(rows, variants):
             over.append(f"spills {r['spill_bytes']} > {budget}: {r}")
         if r["shared_bytes"] > SHARED_LIMIT[r["arch"]]:
             over.append(f"shared memory {r['shared_bytes']}: {r}")
-        if r["kernel"] == "decode" and r["dtype"] != "fp32":
+        if r["kernel"].endswith("decode") and r["dtype"] != "fp32":
             programs = DECODE_PROGRAMS[r["arch"]] if r["head_dim"] <= 256 else 1
             if r["registers"] * r["threads"] * programs > 65536:
                 over.append(f"{programs} decode programs an SM need fewer registers: {r}")

@@ -214,9 +214,14 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_plain", "fa3", "fa3_best", "flashinfer",
-        "triton_attn", "cudnn",
+        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_shared", "fa3", "fa3_best",
+        "flashinfer", "flashinfer_cascade", "triton_attn", "cudnn",
     ]  # fmt: skip
+    shared, cascade = known["tilewise_shared"], known["flashinfer_cascade"]
+    assert shared.unsupported(BY_NAME["dec_prefix_b64_32k"]) is None
+    assert shared.unsupported(BY_NAME["pf_8x2k"])
+    assert cascade.unsupported(BY_NAME["dec_prefix_4x16_32k"]) is None
+    assert cascade.unsupported(BY_NAME["dec_b8_4k"])
     absent = providers.Fa3()
     absent.module = "no_such_module_at_all"
     assert "no_such_module_at_all" in absent.missing()

@@ -47,11 +47,11 @@ CASES = {
              decode_query_len=4),
         [((0, 1, 2, 3, 4), 10)], 1,
     ),
-    # Requests of several query tiles, more than a shared tile's rows.
-    "drafts_of_16": (
-        Case(((16, 700), (15, 640), (16, 800)), num_q_heads=14, num_kv_heads=2, head_dim=32,
-             decode_query_len=16),
-        [((0, 1, 2), 10)], 0,
+    # Requests of two query tiles, more than a shared tile's rows.
+    "drafts_of_10": (
+        Case(((10, 1100), (10, 1090), (10, 1200)), num_q_heads=14, num_kv_heads=2, head_dim=32,
+             dtype=BF16, decode_query_len=10),
+        [((0, 1, 2), 17)], 1,
     ),
     "beside_prefills": (
         Case(((1, 700), (40, 640), (1, 800), (0, 0), (1, 700)), num_q_heads=8),
@@ -294,6 +294,7 @@ def test_plan_kernels_equal_their_twin(plan_on, batch, geometry, decode_query_le
     assert plan_on(batch, config) == prefix_rule.plan_shared(*batch, config)
 
 
+@pytest.mark.slow
 def test_plan_kernels_equal_their_twin_beyond_one_block_of_requests(plan_on):
     config = policy.choose(policy.Geometry(32, 8, 128, 64, 2), H200)
     config = prefix_rule.share_prefixes(config, H200)
@@ -350,3 +351,129 @@ def test_the_workspace_counts_its_buffers(device):
     assert shared.workspace_bytes > alone.workspace_bytes
     held = shared._shared.workspace_bytes
     assert shared.workspace_bytes == alone.workspace_bytes + held
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+LONG = tuple((1, 8300 + 131 * i) for i in range(24))
+FOUR_GROUPS = [(tuple(range(g, 24, 4)), 100 + 5 * g) for g in range(4)]
+GPU_CASES = {
+    **{f"d{d}": (Case(LONG, 32, 8, d, dtype=BF16), FOUR_GROUPS, 4) for d in (64, 128, 256)},
+    **{
+        f"ratio_{hq}_{hkv}": (Case(LONG, hq, hkv, 128, dtype=BF16), FOUR_GROUPS, 4)
+        for hq, hkv in ((8, 8), (28, 4), (64, 8), (32, 1))
+    },
+    "page_16": (
+        Case(LONG, 32, 8, 128, page_size=16, dtype=FP16),
+        [(m, 4 * pages) for m, pages in FOUR_GROUPS], 4,
+    ),
+    "page_48": (Case(LONG, 28, 4, 128, page_size=48, dtype=BF16), FOUR_GROUPS, 4),
+    "fp8": (
+        Case(LONG, 32, 8, 128, dtype=BF16, kv_dtype=torch.float8_e4m3fn, kv_scales="head"),
+        FOUR_GROUPS, 4,
+    ),
+    "features": (
+        Case(LONG, 32, 8, 128, dtype=BF16, sinks=1.0, softcap=30.0, alibi="linear"),
+        FOUR_GROUPS, 4,
+    ),
+    "drafts": (
+        Case(tuple((1 + i % 4, 8300 + 97 * i) for i in range(24)), 32, 8, 128, dtype=BF16,
+             decode_query_len=4),
+        FOUR_GROUPS, 4,
+    ),
+    "drafts_in_two_query_tiles": (
+        Case(tuple((10, 4200 + 97 * i) for i in range(24)), 28, 4, 128, dtype=BF16,
+             decode_query_len=10),
+        [((0, 5, 9, 11), 60), ((1, 2), 60)], 2,
+    ),
+    "beside_prefills": (
+        Case((*LONG[:12], (700, 9000), (40, 0), (0, 0), *LONG[12:20]), 32, 8, 128, dtype=BF16),
+        [((0, 3, 14, 15, 19), 110), ((1, 4, 5), 120)], 2,
+    ),
+    "many": (
+        Case(tuple((1, 2100 + 13 * i % 700) for i in range(256)), 32, 8, 128, dtype=BF16),
+        [(tuple(range(0, 256, 2)), 30), (tuple(range(1, 100, 2)), 32)], 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_matches_reference_on_a_gpu(name):
+    case, groups, found = GPU_CASES[name]
+    run_shared(case, groups, "cuda", found)
+
+
+@pytest.mark.gpu
+def test_launches_repeat_bit_for_bit_on_a_gpu():
+    """Workers race; who comes last differs from launch to launch."""
+    case, groups, _ = GPU_CASES["d128"]
+    batch = make_shared(case, groups, "cuda")
+    attn = make_attention(case, "cuda", shared_prefixes=True)
+    plan_batch(attn, batch)
+    first = attn.run(batch.q, batch.kv_cache)[: batch.num_tokens]
+    for _ in range(50):
+        again = attn.run(batch.q, batch.kv_cache)[: batch.num_tokens]
+        assert torch.equal(first, again)
+    assert not attn._shared.row_arrivals.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_a_graph_is_replayed_with_other_groups(drafts):
+    """Captured without a group; then groups, others and none, ragged and padded."""
+    reqs, pages = 24, 170
+    case = Case(((1, 0),), 32, 8, 128, dtype=BF16, decode_query_len=drafts)
+    attn = make_attention(
+        case, "cuda", max_num_reqs=reqs, max_num_tokens=reqs * drafts, shared_prefixes=True
+    )
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    qsl = torch.arange(reqs + 1, **ints)
+    lens = torch.ones(reqs, **ints)
+    table = torch.zeros((reqs, pages), **ints)
+    q = torch.zeros((reqs * drafts, 32, 128), dtype=BF16, device="cuda")
+    out = torch.zeros_like(q)
+    cache = torch.zeros((reqs * pages + 8, 64, 8, 256), dtype=BF16, device="cuda")
+    cache = cache.permute(0, 2, 1, 3)
+
+    def plan():
+        attn.plan(qsl, lens, table, num_tokens=reqs * drafts, max_query_len=drafts)
+
+    plan()
+    attn.run(q, cache, out=out, return_lse=True)
+    torch.cuda.synchronize()
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan()  # detection and plan inside the graph too
+        _, lse = attn.run(q, cache, out=out, return_lse=True)
+    rng = random.Random(drafts)
+    rounds = [
+        (24, [(tuple(range(24)), 120)]),
+        (24, []),
+        (17, [((0, 4, 8), 100), ((1, 2, 3, 16), 110), ((5, 15), 90)]),
+        (3, [((0, 2), 128)]),
+        (24, FOUR_GROUPS),
+    ]
+    for seed, (count, groups) in enumerate(rounds):
+        requests = tuple((rng.randint(1, drafts), rng.randint(8200, 10_000)) for _ in range(count))
+        other = dataclasses.replace(case, requests=requests, pad_requests=reqs - count)
+        batch = make_shared(other, groups, "cuda", seed)
+        n, width = batch.num_tokens, batch.block_table.shape[1]
+        cache.fill_(float("nan"))
+        cache[: len(batch.kv_cache)] = batch.kv_cache
+        qsl.copy_(batch.query_start_loc)
+        lens.copy_(batch.seq_lens)
+        table.fill_(NOWHERE)
+        table[:, :width] = batch.block_table
+        q.fill_(float("nan"))
+        q[:n] = batch.q[:n]
+        out.fill_(7.0)
+        poison_shared(attn)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert attn._shared.shared_header[1].item() == len(groups)
+        check(batch, out, lse)
+        assert (out[n:] == 7.0).all()
+        assert not attn._arrivals.any()
+        assert not attn._shared.row_arrivals.any()

@@ -296,7 +296,7 @@ def find_prefixes(
     max_query_len, min_pages : int
         Of ``tilewise.prefix_tiles.PrefixTiles``.
     """
-    num_reqs, width = block_table.shape[0], block_table.shape[1]
+    num_reqs, width = seq_lens.shape[0], block_table.shape[1]
     block_r = min(triton.next_power_of_2(common.shape[0]), 1024)
     batch = (
         query_start_loc, seq_lens, block_table, num_reqs, width, block_table.stride(0),

@@ -46,7 +46,7 @@ class SharedPrefixes:
         self.keys, self.common = ints(max_num_reqs), ints(max_num_reqs)
         self.found = ints(max_num_reqs, FOUND_SIZE)
         self.members = ints(max_num_reqs, MEMBER_SIZE)
-        self.groups = ints(max(max_num_reqs // 2, 1), GROUP_RECORD)
+        self.groups = ints(max_num_reqs, GROUP_RECORD)
         self.slots, self.shared_header = ints(slots), ints(SHARED_HEADER)
         self.worker_record = ints(workers, SHARED_RECORD_SIZE)
         self.row_arrivals = ints(packed_rows)

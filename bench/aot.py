@@ -258,9 +258,12 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
     """Compile the plan kernel of ``config``."""
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
+    shared = ("found", "common", "members", "groups", "slots", "shared_header")
+    t = config.prefixes
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
         "spans_ptr": "constexpr",
         "num_spans": "constexpr",
+        **{f"{n}_ptr": "*i32" if t else "constexpr" for n in shared},
         "num_reqs": "i32",
         "max_tiles": "i32",
         "most_workers": "i32",
@@ -277,7 +280,11 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
         "spans_ptr": None, "num_spans": None,
+        "SHARED_BLOCK_M": t.block_m if t else 0,
+        "SHARED_PAGE_SIZE": config.geometry.page_size if t else 0,
+        "SHARED_MAX_QUERY_LEN": t.max_query_len if t else 0,
     } | _pieces(config)  # fmt: skip
+    constants |= {} if t else {f"{n}_ptr": None for n in shared}
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -325,7 +332,6 @@ def resources(
         Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, a key of
         ``MASKS``, and ``starts``.
     """
-    g = config.geometry
     if kernel == "prefill":
         compiled = compile_prefill(config, dtype, arch, features)
     elif kernel == "decode":
@@ -334,6 +340,19 @@ def resources(
         compiled = compile_plan(config, arch)
     else:
         compiled = compile_cache_write(config, dtype, arch, features)
+    return report(compiled, kernel, config, dtype, arch, features)
+
+
+def report(
+    compiled: Any,
+    kernel: str,
+    config: policy.Config,
+    dtype: str,
+    arch: int,
+    features: Sequence[str] = (),
+) -> Resources:
+    """What a compiled kernel takes; arguments as of ``resources``."""
+    g = config.geometry
     registers, spill_bytes = measure(compiled, arch)
     ptx = compiled.asm["ptx"]
     if config.window:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-GROUPS = ("prefill", "mixed", "decode", "spec", "fp8", "sink", "all")
+GROUPS = ("prefill", "mixed", "decode", "spec", "fp8", "sink", "prefix", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class Case:
         Whether every head has a learned sink logit in its softmax denominator.
     kv_dtype : str
         ``bf16`` or ``fp8_e4m3``.
+    prefix : int
+        Keys, whole pages of any size, with which every request of a group begins; the group holds
+        them once.
+    prefix_groups : int
+        Groups of equally many requests, one after another.
     """
 
     name: str
@@ -48,6 +53,8 @@ class Case:
     window: int | None = None
     sinks: bool = False
     kv_dtype: str = "bf16"
+    prefix: int = 0
+    prefix_groups: int = 1
 
     def __post_init__(self) -> None:
         """Reject shapes that no scheduler step can have."""
@@ -56,6 +63,13 @@ class Case:
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             if not 1 <= q_len <= kv_len:
                 raise ValueError(f"{self.name}: q_len {q_len} does not fit in kv_len {kv_len}")
+            if kv_len - q_len < self.prefix:
+                raise ValueError(f"{self.name}: prefix {self.prefix}, {kv_len - q_len} keys before")
+        if self.prefix < 0 or self.prefix % 128 or self.num_reqs % self.prefix_groups:
+            raise ValueError(
+                f"{self.name}: prefix {self.prefix} and {self.prefix_groups} groups of "
+                f"{self.num_reqs} requests; accepted: multiples of 128 keys, and equal groups"
+            )
 
     @property
     def num_reqs(self) -> int:
@@ -100,7 +114,17 @@ class Case:
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             first = 0 if self.window is None else max(0, kv_len - q_len - self.window + 1)
             total += kv_len - first
-        return total
+        return total - self.keys_twice
+
+    @property
+    def keys_twice(self) -> int:
+        """Keys of one KV head that are not the first request's of a group with a prefix."""
+        return (self.num_reqs - self.prefix_groups) * self.prefix
+
+    def leader(self, request: int) -> int:
+        """The first request of the group that ``request`` is in."""
+        members = self.num_reqs // self.prefix_groups
+        return request // members * members
 
     @property
     def flops(self) -> int:
@@ -120,7 +144,8 @@ class Case:
     @property
     def cache_bytes(self) -> int:
         """Bytes that the cache occupies, window or not, without page padding."""
-        return 2 * self.num_kv_heads * self.head_dim * sum(self.kv_lens) * self.kv_itemsize
+        keys = sum(self.kv_lens) - self.keys_twice
+        return 2 * self.num_kv_heads * self.head_dim * keys * self.kv_itemsize
 
 
 def _unmasked_pairs(q_len: int, kv_len: int, window: int | None) -> int:
@@ -203,6 +228,8 @@ CASES: tuple[Case, ...] = (
     _spec("spec8_b8_32k", 8, 8, 32768),
     _spec("spec4_b32_32k", 4, 32, 32768),
     _spec("spec8_b32_32k", 8, 32, 32768),
+    _decode("dec_prefix_b64_32k", 64, 32768 + 512, prefix=32768),
+    _decode("dec_prefix_4x16_32k", 64, 32768 + 512, prefix=32768, prefix_groups=4),
 )
 
 
@@ -213,6 +240,8 @@ def _in_group(case: Case, group: str) -> bool:
         return case.kv_itemsize == 1
     if group == "sink":
         return case.sinks
+    if group == "prefix":
+        return case.prefix > 0
     return group in ("all", case.kind)
 
 
@@ -257,4 +286,10 @@ def shrink(case: Case, max_len: int, max_reqs: int) -> Case:
     kv_lens = tuple(min(case.kv_lens[i], max_len - i % 7) for i in index)
     q_lens = tuple(min(case.q_lens[i], kv) for i, kv in zip(index, kv_lens, strict=True))
     window = None if case.window is None else min(case.window, max(1, max_len // 3))
-    return replace(case, q_lens=q_lens, kv_lens=kv_lens, window=window)
+    # As many of each group, or all in one.
+    groups = case.prefix_groups if picked % case.prefix_groups == 0 else 1
+    before = min(kv - q for q, kv in zip(q_lens, kv_lens, strict=True))
+    prefix = min(case.prefix, before // 128 * 128)
+    return replace(
+        case, q_lens=q_lens, kv_lens=kv_lens, window=window, prefix=prefix, prefix_groups=groups
+    )

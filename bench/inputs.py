@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 import zlib
@@ -123,6 +124,11 @@ class CaseInputs:
         """Return K and V of one copy, Tensor[sum(kv_lens), num_kv_heads, head_dim]."""
         shape = (sum(self.case.kv_lens), self.case.num_kv_heads, self.case.head_dim)
         k, v = (self._randn(shape, copy, what).to(self.kv_dtype) for what in "kv")
+        starts = [0, *itertools.accumulate(self.case.kv_lens)]
+        for req in range(self.case.num_reqs if self.case.prefix else 0):
+            own, first = starts[req], starts[self.case.leader(req)]
+            for x in (k, v):
+                x[own : own + self.case.prefix] = x[first : first + self.case.prefix]
         return k, v
 
     def dense(self) -> DenseCache:
@@ -148,6 +154,11 @@ class CaseInputs:
         table = torch.full((case.num_reqs, max(counts)), int(unowned[0]), dtype=torch.int32)
         for row, ids in enumerate(pages.split(counts)):
             table[row, : len(ids)] = ids.to(torch.int32)
+            first = case.leader(row)
+            if case.prefix and first != row:
+                shared = case.prefix // page_size
+                unowned = torch.cat([unowned, ids[:shared]])
+                table[row, :shared] = table[first, :shared]
         table = table.to(self.device)
 
         lens = self.seq_lens.long()

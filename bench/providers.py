@@ -74,10 +74,23 @@ class Tilewise(Provider):
 
     module = "tilewise.attention"
 
-    def __init__(self, name: str = "tilewise", page_size: int = 64, plain: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = "tilewise",
+        page_size: int = 64,
+        plain: bool = False,
+        shared_prefixes: bool = False,
+    ) -> None:
         self.name = name
         self.page_size = page_size
         self.plain = plain
+        self.shared_prefixes = shared_prefixes
+
+    def unsupported(self, case: Case) -> str | None:
+        """With shared prefixes: decodes, and no window."""
+        if self.shared_prefixes and (case.kind != "decode" or case.window is not None):
+            return "only decodes without a window"
+        return None
 
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
         """One candidate: the policy chooses the kernels."""
@@ -107,6 +120,7 @@ class Tilewise(Provider):
             decode_query_len=query_len,
             window=case.window,
             kv_dtype=inputs.kv_dtype,
+            shared_prefixes=self.shared_prefixes,
             config=config,
         )
         # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
@@ -384,19 +398,21 @@ class Cudnn(Provider):
 
 def registry(flashinfer: bool = True) -> dict[str, Provider]:
     """Return all providers by name, in the order of the tables."""
+    from tilewise.bench.flashinfer_cascade import FlashInferCascade
     from tilewise.bench.flashinfer_provider import FlashInfer
 
     providers: list[Provider] = [
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
         Tilewise("tilewise_plain", plain=True),
+        Tilewise("tilewise_shared", shared_prefixes=True),
         Fa3(),
         Fa3Best(),
         TritonAttn(),
         Cudnn(),
     ]
     if flashinfer:
-        providers.insert(5, FlashInfer())
+        providers[6:6] = [FlashInfer(), FlashInferCascade()]
     return {provider.name: provider for provider in providers}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from tilewise import counters, exporter
+from tilewise import counters, exporter, prefix_rule
 from tilewise.attention import PagedAttention, Plan
+from tilewise.device import describe
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration import start_up
 from tilewise.integration.context_parallel import (
@@ -34,6 +36,7 @@ from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.spans import graph_support, has_spans, spans_of
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
+from tilewise.settings import load_settings
 from tilewise.support import PAGE_SIZE_MULTIPLE
 
 if TYPE_CHECKING:
@@ -160,25 +163,33 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             getattr(kv_cache_spec, "attention_chunk_size", None),
         )
         shaped = any(bool(i.soft_cap) or i.alibi_slopes is not None for i in impls.values())
-        made = [
-            PagedAttention(
-                num_q_heads if shards is None else num_q_heads * shards.count,
-                kv_cache_spec.num_kv_heads,
-                kv_cache_spec.head_size,
-                # Keys of encoders lie in no pages, whatever their spec says.
-                page_size=PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                max_num_reqs=max_num_reqs,
-                max_num_tokens=max_num_tokens,
-                device=device,
-                decode_query_len=min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
-                window=window,
-                batch_invariant=envs.VLLM_BATCH_INVARIANT,
-                shaped_logits=shaped,
-            )
-            for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
-        ]
+        options = {
+            # Keys of encoders lie in no pages, whatever their spec says.
+            "page_size": PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "max_num_reqs": max_num_reqs,
+            "max_num_tokens": max_num_tokens,
+            "device": device,
+            "decode_query_len": min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
+            "batch_invariant": envs.VLLM_BATCH_INVARIANT,
+            "shaped_logits": shaped,
+        }
+        heads = (
+            num_q_heads if shards is None else num_q_heads * shards.count,
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+        )
+        windows = _group_windows(kv_cache_spec, impls, several=self.is_encoder)
+        made = [PagedAttention(*heads, window=window, **options) for window in windows]
+        if load_settings(os.environ).shared_prefixes:
+            why = self._why_not_share(made[0], 1 if shards is None else shards.count)
+            if why is None:
+                made = [PagedAttention(*heads, shared_prefixes=True, **options)]
+            else:
+                logger.info(
+                    "TILEWISE_SHARED_PREFIXES has no effect on %d layers: %s", len(layer_names), why
+                )
         self.attn, *self._others = made
         # What `start_up` launches kernels for.
         self.every_attn = tuple(made)
@@ -214,10 +225,21 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             else f"{self.attn.kv_dtype} cache in pages of {kv_cache_spec.block_size} tokens",
             workspace / 2**20,
             (", batch-invariant" if self.attn.batch_invariant else "")
+            + (", shared prefixes read once" if self.attn.config.prefixes else "")
             + (f", keys shared by {shards.count} ranks" if shards else ""),
         )
         self.steps = StepMetrics(self.attn.config, shards.count if shards else 1)
         describe_process()
+
+    def _why_not_share(self, attn: PagedAttention, ranks: int) -> str | None:
+        """Why decodes do not read the pages once that they begin with; None where they may."""
+        if self.is_encoder:
+            return "their keys lie in no cache"
+        if self.is_cross:
+            return "cross attention is not causal"
+        if ranks > 1:
+            return f"their keys are shared by {ranks} ranks"
+        return prefix_rule.why_not_share(attn.config, describe(attn.device))
 
     def _largest_graph(self) -> int:
         """Tokens of the largest captured batch; 0 without graphs."""

@@ -155,8 +155,13 @@ def batches_of(
         # Single queries go another way where ranks share keys.
         return [(batch, {}) for batch in (*sequence.batches, [(1, len(sequence.key))])]
     kernels = (False, True) if attn.config.decodes_few(1) else (False,)
+    batches = list(sequence.batches)
+    if attn.config.prefixes is not None:
+        # A single request goes another way, and bounds may have left nothing but such.
+        most = min(2, attn.max_num_reqs, attn.max_num_tokens)
+        batches += [[(1, len(sequence.key))] * count for count in sorted({1, most})]
     found: list[tuple[Any, dict[str, Any]]] = [
-        (batch, {"many": many}) for batch, many in product(sequence.batches, kernels)
+        (batch, {"many": many}) for batch, many in product(batches, kernels)
     ]
     if attn.config.side_by_side:
         # The prefill is launched otherwise where there may be a decode beside it.

@@ -29,7 +29,10 @@ SAMPLE_EVERY = 256
 SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
 PATHS = ("decode", "prefill", "mixed")
-KERNELS = ("plan", "prefill", "hopper_prefill", "decode", "hopper_decode", "cache_write")
+KERNELS = (
+    "plan", "prefix_find", "prefill", "hopper_prefill", "decode", "hopper_decode", "prefix_decode",
+    "cache_write",
+)  # fmt: skip
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.
 _BEFORE_SERVING = frozenset(
@@ -129,9 +132,7 @@ def estimate_splits(query_lens: list[int], seq_lens: list[int], config: policy.C
         total += units
         items += count
         longest = max(longest, units // count)
-    active = plan_rule.decode_workers(
-        len(query_lens), total, items, longest, blocks, config
-    )
+    active = plan_rule.decode_workers(len(query_lens), total, items, longest, blocks, config)
     if config.pieces is not None:
         lengths = (length for _, _, length in spans[:SAMPLE_REQUESTS])
         return [config.pieces.count(length - config.item_overhead) for length in lengths]

@@ -10,6 +10,11 @@ equal).  One program, once a step; the host never learns the lengths.
 idle), [2] the request it starts in, that request's [3] first unit and [4] end, [5] first query
 row, [6] query length and [7] sequence length.  One row of 32 bytes, so that a decode program
 knows where it starts after a single memory latency.
+
+Where requests share pages (``tilewise.kernels.prefix_find``), the line of units begins with the
+groups' work, which ``cu_work`` does not count, and records have sixteen numbers: of a stretch that
+starts in a group [2] is that group; of any other [8] is the request's slot, or -1, and [9] the key
+tiles that it shares.
 """
 
 import torch
@@ -18,11 +23,13 @@ import triton.language as tl
 
 from tilewise.kernels.launch import Launcher
 from tilewise.kernels.pieces import next_cut
+from tilewise.kernels.prefix_find import lay_out_groups
 from tilewise.kernels.spans import meets_span
 
 HEADER_SIZE = 5
 COUNTERS = 3
 RECORD_SIZE = 8
+SHARED_RECORD_SIZE = 16
 BESIDE_BLOCK = tl.constexpr(128)  # keys a block of the Gluon prefill
 
 
@@ -100,6 +107,43 @@ def _snap(
     return tl.where(inside, item_unit + cut, total)
 
 
+@triton.jit
+def _store_shared_records(
+    worker, unit, unit_end, total, shared_units, num_reqs,
+    worker_record_ptr, arrivals_ptr, cu_work_ptr, query_start_loc_ptr, seq_lens_ptr,
+    members_ptr, groups_ptr, shared_header_ptr,
+    NUM_WORKERS: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Records of workers where requests share pages; idle workers have empty stretches."""
+    here = worker < NUM_WORKERS
+    in_group = unit < tl.minimum(unit_end, shared_units)
+    lo = tl.zeros_like(unit)
+    hi = lo + tl.load(shared_header_ptr + 1)
+    for _ in range(SEARCH_STEPS):
+        mid = (lo + hi) // 2
+        below = tl.load(groups_ptr + mid * 6, mask=in_group & (mid < hi), other=2147483647) <= unit
+        lo = tl.where(below, mid, lo)
+        hi = tl.where(below, hi, mid)
+    alone = (unit < unit_end) & (unit >= shared_units)
+    req = _find_request(cu_work_ptr, unit - shared_units, num_reqs, alone, SEARCH_STEPS)
+    query_start = tl.load(query_start_loc_ptr + req, mask=alone, other=0)
+    query_end = tl.load(query_start_loc_ptr + req + 1, mask=alone, other=0)
+    begin = shared_units + tl.load(cu_work_ptr + req, mask=alone, other=0)
+    end = shared_units + tl.load(cu_work_ptr + req + 1, mask=alone, other=0)
+    record = worker_record_ptr + worker * 16
+    tl.store(arrivals_ptr + worker, 0, mask=here)
+    tl.store(record, unit, mask=here)
+    tl.store(record + 1, unit_end, mask=here)
+    tl.store(record + 2, tl.where(in_group, lo, tl.where(alone, req, 0)), mask=here)
+    tl.store(record + 3, tl.where(alone, begin, 0), mask=here)
+    tl.store(record + 4, tl.where(alone, end, 0), mask=here)
+    tl.store(record + 5, query_start, mask=here)
+    tl.store(record + 6, query_end - query_start, mask=here)
+    tl.store(record + 7, tl.load(seq_lens_ptr + req, mask=alone, other=0), mask=here)
+    tl.store(record + 8, tl.load(members_ptr + req * 4, mask=alone, other=-1), mask=here)
+    tl.store(record + 9, tl.load(members_ptr + req * 4 + 1, mask=alone, other=0), mask=here)
+
+
 _NUMBERS = [
     "num_reqs", "max_tiles", "num_spans", "most_workers", "fewest_beside", "most_beside",
 ]  # fmt: skip
@@ -119,6 +163,12 @@ def _plan_kernel(
     seq_lens_ptr,
     spans_ptr,
     num_spans,
+    found_ptr,
+    common_ptr,
+    members_ptr,
+    groups_ptr,
+    slots_ptr,
+    shared_header_ptr,
     num_reqs,
     max_tiles,
     most_workers,
@@ -140,8 +190,21 @@ def _plan_kernel(
     WINDOW: tl.constexpr,
     PIECE_TILES: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    SHARED_BLOCK_M: tl.constexpr,
+    SHARED_PAGE_SIZE: tl.constexpr,
+    SHARED_MAX_QUERY_LEN: tl.constexpr,
 ):
-    """Prefix sums over requests, then one entry per tile and per worker; grid = (1,)."""
+    """Prefix sums over requests, then one entry per tile and per worker; grid = (1,).
+
+    ``found_ptr`` and what follows it are None, and ``SHARED_…`` 0, where no pages are shared.
+    """
+    if found_ptr is not None:
+        tl.static_assert(WINDOW == 0 and MAX_PIECES == 0)
+        shared_units, shared_items = lay_out_groups(
+            found_ptr, common_ptr, members_ptr, groups_ptr, slots_ptr, shared_header_ptr,
+            query_start_loc_ptr, num_reqs, NUM_KV_HEADS, GROUP_SIZE, DECODE_BLOCK_N, ITEM_OVERHEAD,
+            BLOCK_R, SHARED_BLOCK_M, SHARED_PAGE_SIZE, SHARED_MAX_QUERY_LEN,
+        )  # fmt: skip
     offs_r = tl.arange(0, BLOCK_R)
     num_tiles = 0
     blocks = tl.zeros([], tl.int64)
@@ -169,6 +232,8 @@ def _plan_kernel(
         key_tiles = tl.cdiv(seq_len, DECODE_BLOCK_N)
         if WINDOW:
             key_tiles -= tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // DECODE_BLOCK_N
+        if found_ptr is not None:
+            key_tiles -= tl.load(members_ptr + r * 4 + 1, mask=ok, other=0)
         length = tl.maximum(key_tiles, 1) + ITEM_OVERHEAD
         work = tl.where(is_decode, tiles_m * length * NUM_KV_HEADS, 0)
         tl.store(cu_tiles_ptr + r + 1, num_tiles + tl.cumsum(tiles, 0), mask=ok)
@@ -181,6 +246,10 @@ def _plan_kernel(
         total += tl.sum(work, 0)
         items += tl.sum(tl.where(is_decode, tiles_m * NUM_KV_HEADS, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(is_decode, length, 0), 0))
+    if found_ptr is not None:
+        total += shared_units
+        items += shared_items
+        longest = 0  # items of groups are of other lengths
     # Lengths beyond the bounds the caller gave must not write beyond the buffers.
     num_tiles = tl.minimum(num_tiles, max_tiles)
     if (most_beside > 0) & (num_tiles > 0):
@@ -212,22 +281,29 @@ def _plan_kernel(
             DECODE_BLOCK_M, ITEM_OVERHEAD, SEARCH_STEPS, PIECE_TILES, MAX_PIECES,
         )  # fmt: skip
         busy = busy & (unit < unit_end)
-    first_req = _find_request(cu_work_ptr, unit, num_reqs, busy, SEARCH_STEPS)
-    if MAX_PIECES:
-        first_req = tl.where(busy, first_req, 0)
-    query_start = tl.load(query_start_loc_ptr + first_req, mask=busy, other=0)
-    query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
-    record = worker_record_ptr + worker * 8
-    here = worker < NUM_WORKERS
-    tl.store(arrivals_ptr + worker, 0, mask=here)
-    tl.store(record, tl.where(busy, unit, 0), mask=here)
-    tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
-    tl.store(record + 2, first_req, mask=here)
-    tl.store(record + 3, tl.load(cu_work_ptr + first_req, mask=busy, other=0), mask=here)
-    tl.store(record + 4, tl.load(cu_work_ptr + first_req + 1, mask=busy, other=0), mask=here)
-    tl.store(record + 5, query_start, mask=here)
-    tl.store(record + 6, query_end - query_start, mask=here)
-    tl.store(record + 7, tl.load(seq_lens_ptr + first_req, mask=busy, other=0), mask=here)
+    if found_ptr is not None:
+        _store_shared_records(
+            worker, tl.where(busy, unit, 0), tl.where(busy, unit_end, 0), total, shared_units,
+            num_reqs, worker_record_ptr, arrivals_ptr, cu_work_ptr, query_start_loc_ptr,
+            seq_lens_ptr, members_ptr, groups_ptr, shared_header_ptr, NUM_WORKERS, SEARCH_STEPS,
+        )  # fmt: skip
+    else:
+        first_req = _find_request(cu_work_ptr, unit, num_reqs, busy, SEARCH_STEPS)
+        if MAX_PIECES:
+            first_req = tl.where(busy, first_req, 0)
+        query_start = tl.load(query_start_loc_ptr + first_req, mask=busy, other=0)
+        query_end = tl.load(query_start_loc_ptr + first_req + 1, mask=busy, other=0)
+        record = worker_record_ptr + worker * 8
+        here = worker < NUM_WORKERS
+        tl.store(arrivals_ptr + worker, 0, mask=here)
+        tl.store(record, tl.where(busy, unit, 0), mask=here)
+        tl.store(record + 1, tl.where(busy, unit_end, 0), mask=here)
+        tl.store(record + 2, first_req, mask=here)
+        tl.store(record + 3, tl.load(cu_work_ptr + first_req, mask=busy, other=0), mask=here)
+        tl.store(record + 4, tl.load(cu_work_ptr + first_req + 1, mask=busy, other=0), mask=here)
+        tl.store(record + 5, query_start, mask=here)
+        tl.store(record + 6, query_end - query_start, mask=here)
+        tl.store(record + 7, tl.load(seq_lens_ptr + first_req, mask=busy, other=0), mask=here)
     for base in range(0, num_tiles, BLOCK_LIST):
         slot = base + tl.arange(0, BLOCK_LIST)
         ok = slot < num_tiles
@@ -268,6 +344,10 @@ def plan_on_device(
     spans: torch.Tensor | None = None,
     piece_tiles: int = 0,
     max_pieces: int = 0,
+    shared: tuple[torch.Tensor, ...] | None = None,
+    shared_block_m: int = 0,
+    shared_page_size: int = 0,
+    shared_max_query_len: int = 0,
 ) -> None:
     """Write the plan of one batch into persistent buffers; no host sync.
 
@@ -279,7 +359,8 @@ def plan_on_device(
     cu_tiles, cu_work : Tensor[max_num_reqs + 1], int32
         Prefill tiles and decode units before each request.
     worker_record : Tensor[num_workers, 8], int32
-        Where each decode worker starts and ends; see the module's head.
+        Where each decode worker starts and ends; see the module's head.  [num_workers, 16] with
+        ``shared``.
     arrivals : Tensor[num_workers], int32
         The decode kernel's counters of finished pieces; zeroed.
     query_start_loc : Tensor[num_reqs + 1], int32
@@ -292,13 +373,18 @@ def plan_on_device(
         Bidirectional spans; a request that has queries in one is a prefill, however short.
     piece_tiles, max_pieces : int
         Fewest key tiles of a piece and most pieces of an item in batch-invariant mode, else 0.
+    shared : tuple of Tensor, int32, or None
+        ``found``, ``common``, ``members``, ``groups``, ``slots`` and ``shared_header`` where
+        requests may share pages; the first two hold what ``find_prefixes`` wrote for this batch.
+    shared_block_m, shared_page_size, shared_max_query_len : int
+        Rows of a shared tile, tokens a page and longest member with ``shared``, else 0.
     """
     max_reqs = cu_work.shape[0] - 1
     num_workers = worker_record.shape[0]
     args = (
         header, tile_req, tile_token, cu_tiles, cu_work, worker_record, arrivals,
         query_start_loc, seq_lens, spans, None if spans is None else spans.shape[1],
-        num_reqs, tile_req.shape[0], most_workers or num_workers, *beside,
+        *(shared or (None,) * 6), num_reqs, tile_req.shape[0], most_workers or num_workers, *beside,
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
@@ -309,5 +395,7 @@ def plan_on_device(
         BLOCK_W=triton.next_power_of_2(num_workers),
         SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
+        SHARED_BLOCK_M=shared_block_m, SHARED_PAGE_SIZE=shared_page_size,
+        SHARED_MAX_QUERY_LEN=shared_max_query_len,
     )  # fmt: skip
     _launch_plan((1, 1, 1), args, constants, num_warps=8)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewise import counters, plan_rule, policy
+from tilewise import counters, plan_rule, policy, prefix_rule
 from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of, split_cache
 from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
@@ -21,8 +21,10 @@ from tilewise.kernels.launch import KvCache, Logits, tma_strides
 from tilewise.kernels.masks import KeyMask
 from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
 from tilewise.kernels.prefill import prefill_attention
+from tilewise.kernels.prefix_decode import prefix_decode_attention
 from tilewise.masks import Mask, MaskBuffers, check_alone
 from tilewise.pieces import scratch_slots
+from tilewise.prefixes import SharedPrefixes
 from tilewise.ragged import view_rows
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
@@ -57,6 +59,7 @@ class Plan:
     num_keys: int = 0
     mask: KeyMask | None = None
     why_plain: str | None = None
+    shared: bool = False
 
 
 class PagedAttention:
@@ -93,6 +96,11 @@ class PagedAttention:
     shaped_logits : bool
         Layers will have a soft cap or ALiBi, which the Gluon kernels do not compute: tiles and
         workers are those of the plain ones alone.
+    shared_prefixes : bool
+        Decode requests of at most ``decode_query_len`` tokens whose block tables begin with the
+        same pages read these once (``tilewise.prefix_rule``); plans find them on the device.  For
+        causal batches of two requests or more without spans; these take the plain decode.  Not
+        with a window, ``batch_invariant``, heads of 512 or 64 query heads a KV head and more.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -126,6 +134,7 @@ class PagedAttention:
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
         shaped_logits: bool = False,
+        shared_prefixes: bool = False,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -161,7 +170,16 @@ class PagedAttention:
             )
         if batch_invariant:
             config = policy.batch_invariant(config)
-        self.config = replace(config, window=window or 0)
+        config = replace(config, window=window or 0)
+        if config.prefixes is not None and not shared_prefixes:
+            raise UnsupportedConfig(
+                f"config has {config.prefixes}, which shared_prefixes={shared_prefixes} does not "
+                "take"
+            )
+        if shared_prefixes and config.prefixes is None:
+            device_kind = describe(self.device)
+            config = prefix_rule.share_prefixes(config, device_kind, decode_query_len)
+        self.config = config
         self.batch_invariant = batch_invariant
         self.window = window
         self.geometry = geometry
@@ -198,12 +216,16 @@ class PagedAttention:
         )
         self._partial_m = torch.empty(rows, dtype=torch.float32, device=self.device)
         self._partial_l = torch.empty(rows, dtype=torch.float32, device=self.device)
+        self._shared = None
+        if cfg.prefixes is not None:
+            self._shared = SharedPrefixes(cfg, self.max_num_reqs, self.device)
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory held by the persistent buffers; those of masks come with the first."""
         buffers = (v for v in vars(self).values() if isinstance(v, torch.Tensor))
-        return sum(b.numel() * b.element_size() for b in buffers) + self._masks.nbytes
+        held = sum(b.numel() * b.element_size() for b in buffers) + self._masks.nbytes
+        return held + (self._shared.workspace_bytes if self._shared is not None else 0)
 
     def plan(
         self,
@@ -302,12 +324,19 @@ class PagedAttention:
             "" if key_mask is None else key_mask.kind,
         )
         gluon = why_plain is None
-        few = gluon and cfg.decodes_few(num_reqs)
+        # A function of the shape alone, so that a captured graph meets the same kind of plan.
+        share = self._shared if gluon and spans is None and num_reqs > 1 else None
+        few = gluon and share is None and cfg.decodes_few(num_reqs)
         beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
+        beside = beside and self._shared is None
+        record = self._worker_record
+        if share is not None and block_table is not None:
+            options |= share.find(query_start_loc, seq_lens, block_table)
+            record = share.worker_record
         if num_reqs:
             plan_on_device(
                 self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
-                self._worker_record, self._arrivals, query_start_loc, seq_lens, num_reqs,
+                record, self._arrivals, query_start_loc, seq_lens, num_reqs,
                 num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
@@ -336,6 +365,7 @@ class PagedAttention:
             num_keys=num_tokens if num_keys is None else num_keys,
             mask=key_mask,
             why_plain=why_plain,
+            shared=share is not None,
         )
         return self._plan
 
@@ -472,6 +502,22 @@ class PagedAttention:
             counters.add("launches", kernel="hopper_decode")
             return
         merge_rows, merge_pieces = cfg.merge_tile
+        if plan.shared and self._shared is not None and plan.block_table is not None:
+            batch = (
+                plan.query_start_loc, plan.seq_lens, plan.block_table, self._header, self._cu_work,
+                *self._shared.buffers, self._arrivals, self._shared.row_arrivals, logits,
+            )  # fmt: skip
+            tiles: dict[str, Any] = {**self._shared.tiles}
+            prefix_decode_attention(
+                out, lse, q, kv, *batch, item_overhead=cfg.item_overhead, block_m=t.block_m,
+                block_n=t.block_n, block_d=t.block_d, num_warps=t.num_warps,
+                num_stages=t.num_stages, tail_stages=t.tail_stages,
+                use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
+                pdl=cfg.pdl, out_scale=out_scale,
+                out_format=self._out_format if out_scale is not None else "", **tiles,
+            )  # fmt: skip
+            counters.add("launches", kernel="prefix_decode")
+            return
         options: dict[str, Any] = {**cfg.piece_constants}
         decode_attention(
             out, lse, q, kv, *batch,

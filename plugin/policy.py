@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tilewise.errors import UnsupportedConfig
 from tilewise.pieces import Pieces, choose_pieces
+from tilewise.prefix_tiles import PrefixTiles
 
 # Requests with at most this many query tokens are decoded with split KV (it covers speculative
 # verification and the short tails of chunked prefill); longer ones take the prefill kernel.
@@ -165,6 +166,9 @@ class Config:
     work end.
 
     ``pdl`` lets decode start while the kernel before it ends (programmatic dependent launch).
+
+    ``prefixes`` are the tiles of pages that requests share; None: everyone reads its own
+    (``tilewise.prefix_rule``).  Batches that may share take the plain decode.
     """
 
     geometry: Geometry
@@ -178,6 +182,7 @@ class Config:
     hopper_decode: HopperTiles | None = None
     pieces: Pieces | None = None
     pdl: bool = False
+    prefixes: PrefixTiles | None = None
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.

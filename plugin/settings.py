@@ -43,6 +43,9 @@ class Settings:
         process makes a temporary one.
     self_check : bool
         Compare the kernels with a plain computation when a server has allocated its KV cache.
+    shared_prefixes : bool
+        Decodes that begin with the same pages of the cache read these once
+        (``tilewise.prefix_rule``).
     """
 
     any_vllm: bool = False
@@ -51,6 +54,7 @@ class Settings:
     metrics_port: str = side_port.OFF
     metrics_dir: str = "auto"
     self_check: bool = True
+    shared_prefixes: bool = False
 
 
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
@@ -81,6 +85,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "metrics_dir": _parse_folder,
     "fallback": _parse_fallback,
     "self_check": _parse_switch,
+    "shared_prefixes": _parse_switch,
 }
 
 

@@ -27,6 +27,10 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
     if "invariant" in features:
         config = policy.batch_invariant(config)
     features = [f for f in features if f != "twin" and not f.startswith(("window=", "heads="))]
+    if kernel.startswith("prefix_"):
+        from tilewise.bench import aot_prefix
+
+        return asdict(aot_prefix.resources(kernel, config, dtype, arch, features))
     return asdict(aot.resources(kernel, config, dtype, arch, features))
 
 

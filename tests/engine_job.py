@@ -6,7 +6,9 @@ prompts, and tests look at the rounds of one result. The job is a JSON object:
 ``model``, ``engine``
     Folder of the checkpoint; keyword arguments of ``vllm.LLM``.
 ``broken``
-    ``prefill`` or ``decode``: that kernel computes nothing from the start.
+    ``prefill``, ``decode`` or ``prefix_decode``: that kernel computes nothing from the start.
+``watch_groups``
+    Note the most groups of requests that shared pages in one plan, as ``groups`` of the result.
 ``spans``
     Bidirectional spans that vLLM's runner V1 shall find in every prompt of a model with
     ``is_mm_prefix_lm``, instead of those of its images.
@@ -117,8 +119,22 @@ def break_kernel(name: str | None) -> None:
 
     attribute = f"{name}_attention"
     if not hasattr(attention, attribute):
-        raise ValueError(f"broken={name!r}; accepted: prefill, decode")
+        raise ValueError(f"broken={name!r}; accepted: prefill, decode, prefix_decode")
     setattr(attention, attribute, lambda *_, **__: None)
+
+
+def watch_groups() -> list[int]:
+    """Groups of requests that share pages, in every launch from now on; on a CPU only."""
+    from tilewise import attention
+
+    launch, seen = attention.prefix_decode_attention, [0]
+
+    def watched(*args, **named):
+        seen.append(int(args[10][1]))  # the header of what is shared
+        launch(*args, **named)
+
+    attention.prefix_decode_attention = watched
+    return seen
 
 
 def trample(gib: int) -> None:
@@ -262,6 +278,7 @@ def main(job_path: str, result_path: str) -> None:
     from tilewise import counters
 
     break_kernel(job.get("broken"))
+    groups = watch_groups() if job.get("watch_groups") else []
     if job.get("spans"):
         show_spans(job["spans"])
     started = time.monotonic()
@@ -269,6 +286,7 @@ def main(job_path: str, result_path: str) -> None:
     result = {"start_seconds": round(time.monotonic() - started, 2)}
     result["start_counters"] = counters.snapshot()
     result["rounds"] = [run_round(llm, spec) for spec in job["rounds"]]
+    result["groups"] = max(groups, default=None)
     result |= describe_engine(llm)
     Path(result_path).write_text(json.dumps(result))
 

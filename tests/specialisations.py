@@ -20,6 +20,7 @@ LAYER = {
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
     "images": False, "quantised": False,
+    "shared": False,  # whether requests may share pages
     "ranks": 1,  # that share every sequence's keys
     "batch_invariant": False,
     "causal": "always",  # or "never", or "some": batches that are, that are not, and in part
@@ -59,7 +60,7 @@ def make_layer(spec: dict, device: torch.device):
         q * spec["ranks"], kv, size, page_size=page, dtype=dtype, max_num_reqs=spec["max_num_reqs"],
         max_num_tokens=spec["max_num_tokens"], device=device, window=spec["window"],
         kv_dtype=impl.kv_dtype, batch_invariant=spec["batch_invariant"],
-        decode_query_len=1 + spec["drafts"],
+        decode_query_len=1 + spec["drafts"], shared_prefixes=spec["shared"],
     )  # fmt: skip
     shape = (9, page, kv, 2 * size) if spec["layout"] == "nhd" else (9, kv, page, 2 * size)
     cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)

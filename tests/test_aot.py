@@ -45,9 +45,13 @@ QUICK = [
     # Masks of the plan/run interface.
     ("decode", "bf16", 90, 128, 64, "tree"),
     ("prefill", "bf16", 80, 128, 64, "blocks", "starts"),
+    # Of pages that requests share.
+    *(("prefix_decode", "bf16", 90, d, 64) for d in (64, 128)),
+    *((k, "bf16", 90, 128, 64) for k in ("prefix_keys", "prefix_groups", "prefix_plan")),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
+OLD += [("prefix_decode", "bf16", 90, 128, 64)]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
@@ -178,6 +182,22 @@ FULL += [(k, "bf16", 90, 512, 64, "bits") for k in ATTENTION]
 FULL += [("decode", "bf16", arch, 128, 64, "cuts", "clocks") for arch in (80, 90, 100)]
 
 
+FULL += [
+    ("prefix_decode", t, arch, d, page, *features)
+    for t, features in (
+        ("bf16", ()), ("fp16", ()), ("bf16", ("sinks", "softcap", "alibi", "sqrt", "fp8_out"))
+    )
+    for arch in (80, 89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+]  # fmt: skip
+FULL += [
+    ("prefix_decode", "bf16", arch, d, 64, f)
+    for arch, f in ((80, "e4m3_bits"), (90, "e4m3"), (90, "e5m2"))
+    for d in (64, 128)
+]
+
+
 def _chunk(variant):
     """What is compiled in one test: a few minutes' worth."""
     kernel, _, arch, *_, last = variant
@@ -194,6 +214,10 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
         return 1536 if arch < 90 else 768
     if head_dim > 256:
         return 0
+    if kernel == "prefix_decode":
+        # Where items start and rows are merged: registers are few, so that as many programs share
+        # an SM as of the plain decode.
+        return 1024
     if kernel != "prefill":
         return 64
     plain = features.replace("spans", "").replace("fp8_out", "")
@@ -225,6 +249,8 @@ def compile_variants(variants, cache, tmp_path, old_triton=False):
     digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
     kernels = sorted((ROOT / "kernels").glob("*.py"))
     sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in ("policy", "arch", "pieces"))]
+    sources += [ROOT / f"plugin/{name}.py" for name in ("prefix_rule", "prefix_tiles")]
+    sources += [ROOT / "bench/aot_prefix.py"]
     sources += [ROOT / "bench/aot.py", TESTS / "aot_job.py"]
     for source in sources:
         digest.update(source.read_bytes())
@@ -258,7 +284,7 @@ def check_budget(rows, variants):
             over.append(f"spills {r['spill_bytes']} > {budget}: {r}")
         if r["shared_bytes"] > SHARED_LIMIT[r["arch"]]:
             over.append(f"shared memory {r['shared_bytes']}: {r}")
-        if r["kernel"] == "decode" and r["dtype"] != "fp32":
+        if r["kernel"].endswith("decode") and r["dtype"] != "fp32":
             programs = DECODE_PROGRAMS[r["arch"]] if r["head_dim"] <= 256 else 1
             if r["registers"] * r["threads"] * programs > 65536:
                 over.append(f"{programs} decode programs an SM need fewer registers: {r}")

@@ -30,6 +30,7 @@ NAMES = [
     "dec_zipf_b256", "dec_d64_b64_4k", "dec_mqa_b32_8k", "dec_mha_b32_4k",
     "dec_sink_w128_b64_32k", "dec_fp8_b8_4k", "dec_fp8_b64_8k", "dec_fp8_b256_4k", "dec_b8_32k",
     "dec_b32_32k", "spec4_b8_32k", "spec8_b8_32k", "spec4_b32_32k", "spec8_b32_32k",
+    "dec_prefix_b64_32k", "dec_prefix_4x16_32k",
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
@@ -37,14 +38,15 @@ BY_NAME = {case.name: case for case in CASES}
 def brute_force(case: Case) -> tuple[int, int]:
     """Return unmasked pairs and keys seen, counted one by one."""
     pairs = keys = 0
-    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+    for request, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
         seen = set()
         for row in range(q_len):
             last = kv_len - q_len + row
             first = 0 if case.window is None else max(0, last - case.window + 1)
             pairs += last - first + 1
             seen.update(range(first, last + 1))
-        keys += len(seen)
+        first = case.leader(request) == request
+        keys += sum(first or key >= case.prefix for key in seen)
     return pairs, keys
 
 
@@ -52,7 +54,7 @@ def test_the_suite_has_exactly_the_named_cases():
     assert [case.name for case in CASES] == NAMES
 
 
-@pytest.mark.parametrize("case", [shrink(case, 50, 4) for case in CASES], ids=NAMES)
+@pytest.mark.parametrize("case", [shrink(case, 200, 4) for case in CASES], ids=NAMES)
 def test_work_agrees_with_counting(case: Case):
     pairs, keys = brute_force(case)
     assert (case.unmasked_pairs, case.keys_read) == (pairs, keys)
@@ -87,7 +89,8 @@ def test_shapes_that_are_given_by_a_rule():
 def test_selecting_cases():
     assert [c.name for c in select_cases(["mix_*"])] == ["mix_63x4k_2k_8k", "mix_128x2k_2x2k"]
     assert {c.kind for c in select_cases(["prefill,mixed"])} == {"prefill", "mixed"}
-    assert [c.name for c in select_cases(["spec"])] == NAMES[-4:]
+    assert [c.name for c in select_cases(["spec"])] == NAMES[-6:-2]
+    assert [c.name for c in select_cases(["prefix"])] == NAMES[-2:]
     assert not any(c.kv_itemsize == 1 for c in select_cases(["-fp8"]))
     with pytest.raises(ValueError, match="dec_b8_4k"):
         select_cases(["dec_b8_4kk"])
@@ -214,14 +217,39 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_plain", "fa3", "fa3_best", "flashinfer",
-        "triton_attn", "cudnn",
+        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_shared", "fa3", "fa3_best",
+        "flashinfer", "flashinfer_cascade", "triton_attn", "cudnn",
     ]  # fmt: skip
+    shared, cascade = known["tilewise_shared"], known["flashinfer_cascade"]
+    assert shared.unsupported(BY_NAME["dec_prefix_b64_32k"]) is None
+    assert shared.unsupported(BY_NAME["pf_8x2k"])
+    assert cascade.unsupported(BY_NAME["dec_prefix_4x16_32k"]) is None
+    assert cascade.unsupported(BY_NAME["dec_b8_4k"])
     absent = providers.Fa3()
     absent.module = "no_such_module_at_all"
     assert "no_such_module_at_all" in absent.missing()
     assert all(known["tilewise"].unsupported(case) is None for case in CASES)
     assert known["cudnn"].unsupported(BY_NAME["dec_b8_4k"])
+
+
+@pytest.mark.parametrize("name", ["dec_prefix_b64_32k", "dec_prefix_4x16_32k"])
+def test_requests_of_a_group_begin_with_the_same_pages(name, device):
+    """With the keys that they would have in their own; shared or not, results are right."""
+    whole = BY_NAME[name]
+    case = shrink(whole, 700, 8)
+    assert (case.prefix, case.num_reqs) == (640, 8)
+    inputs = CaseInputs(case, str(device), 1)
+    table = inputs.paged(64).block_table.tolist()
+    for request, row in enumerate(table):
+        assert row[:10] == table[case.leader(request)][:10]
+    leaders = {case.leader(request) for request in range(case.num_reqs)}
+    assert len({tuple(row[:10]) for row in table}) == len(leaders) == whole.prefix_groups
+    for provider in ("tilewise", "tilewise_shared"):
+        built = providers.registry()[provider].candidates(case, inputs)["page 64"]()
+        inputs.poison_outputs()
+        built.calls[0]()
+        assert inputs.check().passed
+    assert "prefix_decode" in built.path()
 
 
 @pytest.mark.parametrize(

@@ -374,3 +374,31 @@ def test_shared_caches_are_not_written():
     impl = make_impl(kv_sharing_target_layer_name="model.layers.0")
     impl.do_kv_cache_update(None, key, key, cache, torch.zeros(1, dtype=torch.int64))
     assert cache.eq(0).all()
+
+
+# -- shared prefixes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("switch", "shared"), [(None, False), ("0", False), ("1", True)])
+def test_a_setting_lets_decodes_share_prefixes(switch, shared, monkeypatch):
+    if switch is not None:
+        monkeypatch.setenv("TILEWISE_SHARED_PREFIXES", switch)
+    builder = make_builder()
+    assert (builder.attn.config.prefixes is not None) == shared
+    assert builder.build(0, make_batch([1, 1, 1])).plan.shared == shared
+    # Padded requests of a captured shape do not change the kind of plan.
+    assert builder.build(0, make_batch([1, 0, 0], num_tokens=3)).plan.shared == shared
+    assert not builder.build(0, make_batch([1])).plan.shared
+
+
+def test_what_cannot_share_prefixes_is_said(monkeypatch, caplog):
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.tilewise")
+    monkeypatch.setenv("TILEWISE_SHARED_PREFIXES", "1")
+    monkeypatch.setattr("tilewise.integration.builder.envs.VLLM_BATCH_INVARIANT", True)
+    builder = make_builder()
+    assert builder.attn.batch_invariant
+    assert builder.attn.config.prefixes is None
+    assert "TILEWISE_SHARED_PREFIXES has no effect on 2 layers: batch-invariant mode" in caplog.text

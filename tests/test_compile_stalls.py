@@ -76,6 +76,12 @@ LAYERS = {
     "never_causal": {"causal": "never"},
     "causal_in_part": {"causal": "some"},
     "causal_in_part_fp8": {"causal": "some", "kv_cache_dtype": "fp8", "arch": 80},
+    "shared_prefixes": {"shared": True},
+    "shared_prefixes_few_tokens": {"shared": True, "max_num_tokens": 16, "page": 16},
+    "shared_prefixes_one_request": {"shared": True, "max_num_reqs": 1},
+    "shared_prefixes_ampere": {"shared": True, "arch": 80, "images": True, "page": 16},
+    "shared_prefixes_fp8": {"shared": True, "kv_cache_dtype": "fp8", "quantised": True},
+    "shared_prefixes_72": {"shared": True, "heads": [9, 3], "head_size": 72},
     "shared_keys": {"heads": [16, 1], "ranks": 2},
     "shared_keys_sinks": {"heads": [8, 1], "head_size": 64, "ranks": 4, "sinks": True},
     "shared_keys_72": {"heads": [5, 1], "head_size": 72, "ranks": 2, "soft_cap": 30.0},
@@ -139,7 +145,8 @@ def test_a_warm_up_of_one_kind_of_rows_is_found_wanting(tmp_path):
 @pytest.mark.parametrize(
     "name", ["llama", "small_pages", "few_requests", "odd_heads_72", "window_sinks", "fp8",
              "fp8_per_head_72", "images", "shared_keys", "shared_keys_72", "two_requests",
-             "one_drafted_request", "invariant", "causal_in_part", "encoder"],
+              "one_drafted_request", "invariant", "causal_in_part", "encoder", "shared_prefixes",
+              "shared_prefixes_72"],
 )  # fmt: skip
 def test_nothing_compiles_while_serving(name, monkeypatch):
     from triton import knobs

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from tilewise import counters, plan_rule, policy
-from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of, split_cache
+from tilewise.checks import (
+    FP8_OUT,
+    SUPPORTED_DTYPES,
+    Checks,
+    check_fp8_options,
+    names_of,
+    split_cache,
+)
 from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
@@ -86,6 +93,12 @@ class PagedAttention:
     shaped_logits : bool
         Layers will have a soft cap or ALiBi, which the Gluon kernels do not compute: tiles and
         workers are those of the plain ones alone.
+    fp8_matmul : bool
+        Multiply an e4m3 cache as fp8 operands in the prefill, with queries and weights rounded to
+        e4m3 for it; decode waits for memory and keeps products of 16 bits.
+    rotated_keys : bool
+        Keys of an fp8 cache are written rotated (``write_kv_cache(rotated=True)``), so queries are
+        rotated as well: outliers cost less precision then.  ``head_dim`` a power of two.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -119,6 +132,8 @@ class PagedAttention:
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
         shaped_logits: bool = False,
+        fp8_matmul: bool = False,
+        rotated_keys: bool = False,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -138,10 +153,12 @@ class PagedAttention:
         geometry = policy.Geometry(
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
+        check_fp8_options(fp8_matmul, rotated_keys, kv_dtype, head_dim)
         if config is None:
             config = policy.choose(
-                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits
-            )
+                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits,
+                fp8_matmul,
+            )  # fmt: skip
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:
@@ -151,6 +168,10 @@ class PagedAttention:
         if config.pieces is not None and not batch_invariant:
             raise UnsupportedConfig(
                 f"config has {config.pieces}, which batch_invariant={batch_invariant} does not take"
+            )
+        if bool(config.fp8_dot) != fp8_matmul:
+            raise UnsupportedConfig(
+                f"config has fp8_dot={config.fp8_dot!r}, which fp8_matmul={fp8_matmul} does not take"
             )
         if batch_invariant:
             config = policy.batch_invariant(config)
@@ -162,8 +183,9 @@ class PagedAttention:
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self._checks = Checks(
-            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens
-        )
+            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens,
+            rotated_keys,
+        )  # fmt: skip
         self._layouts: dict[tuple[object, ...], bool] = {}
         self._id = next(_OBJECTS)
         self._generation = 0
@@ -351,9 +373,10 @@ class PagedAttention:
             For causal plans only.
         alibi_sqrt : bool
             Take ALiBi's distances under a square root.
-        k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
+        k_scale, v_scale : Tensor[], [1], [num_kv_heads] or [num_pages, num_kv_heads], fp32
             What an fp8 cache's keys and values are multiplied with, positive; read on the device
-            when the kernels run.  None for 1.
+            when the kernels run.  None for 1.  Those of pages: both or neither, ``page_size`` a
+            multiple of 64.
         spans : str
             What this layer makes of the plan's spans, if there are any: ``"whole"``, queries see
             all keys of their span; ``"windowed"``, but for those left of the layer's window;
@@ -489,7 +512,7 @@ class PagedAttention:
             block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
+            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale, fp8_dot=cfg.fp8_dot,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
 
@@ -558,22 +581,27 @@ class PagedAttention:
             return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
         pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
         tensors = (q, *pair) if out is None else (q, out, *pair)
-        same_pages = pair[0].shape[0] == pair[-1].shape[0]
+        pages = pair[0].shape[0]
+        same_pages = pages == pair[-1].shape[0]
         layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
         scales = (k_scale, v_scale)
-        kinds = (x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in scales)
+        kinds = (
+            x if x is None else (x.shape, x.stride(), x.dtype, x.device, len(x.shape) == 2 and pages)
+            for x in scales
+        )
         key = (len(pair), same_pages, out is None, *layouts, *kinds)
         aligned = self._layouts.get(key)
         if aligned is None:
             self._checks.rows("q", q, self.config)
             if out is not None:
                 self._checks.rows("out", out, self.config)
-            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-                self._checks.kv_scale(name, scale)
+            self._checks.kv_scales(k_scale, v_scale, pages)
             kv = self._checks.cache(pair, scales)
             aligned = self._layouts[key] = tma_strides(kv)
         else:
-            kv = split_cache(pair, scales, self.geometry.head_dim, self._fp8_format)
+            kv = split_cache(
+                pair, scales, self.geometry.head_dim, self._fp8_format, self._checks.rotated
+            )
         for x in tensors:
             if x.device != self.device:
                 raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")

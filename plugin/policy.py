@@ -20,6 +20,7 @@ PREFERRED_PAGE_SIZE = 64  # what vLLM is asked for: a key tile a page
 HOPPER_ROWS = 128  # of a tile of the Gluon prefill
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 MAX_GROUP_SIZE = 128
+FP8_DOTS = ("", "promoted", "plain")
 MAX_WIDE_GROUP_SIZE = 32  # of wide heads: a tile has no more rows, or it would spill
 
 
@@ -164,6 +165,9 @@ class Config:
     ``pieces`` says where items are cut in batch-invariant mode; None: where stretches of equal
     work end.
 
+    ``fp8_dot`` says how the prefill multiplies an e4m3 cache: "" as 16 bits, "promoted" as fp8
+    operands whose products are added in fp32 after every tile, "plain" without that (experiments).
+
     ``pdl`` lets decode start while the kernel before it ends (programmatic dependent launch).
     """
 
@@ -178,6 +182,7 @@ class Config:
     hopper_decode: HopperTiles | None = None
     pieces: Pieces | None = None
     pdl: bool = False
+    fp8_dot: str = ""
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -187,6 +192,10 @@ class Config:
             raise UnsupportedConfig(
                 f"hopper_decode.block_n={self.hopper_decode.block_n}; accepted: the plan's, "
                 f"{self.decode.block_n}"
+            )
+        if self.fp8_dot not in FP8_DOTS:
+            raise UnsupportedConfig(
+                f"fp8_dot={self.fp8_dot!r}; accepted: {', '.join(map(repr, FP8_DOTS))}"
             )
         t = self.prefill
         if self.hopper_prefill and t.block_m != HOPPER_ROWS:
@@ -276,6 +285,7 @@ def choose(
     decode_query_len: int = 1,
     window: int = 0,
     plain: bool = False,
+    fp8_matmul: bool = False,
 ) -> Config:
     """Pick tiles and worker count.
 
@@ -289,6 +299,13 @@ def choose(
         Keys a query may see, itself included; 0 for all.
     plain : bool
         Leave the Gluon kernels out (tests, comparisons).
+    fp8_matmul : bool
+        Multiply an e4m3 cache as fp8 operands in the prefill.
+
+    Raises
+    ------
+    UnsupportedConfig
+        Naming what the layer or the device has, and what is accepted.
     """
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
@@ -302,6 +319,8 @@ def choose(
         few = HopperTiles(decode.block_n, num_stages=3)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
+    if fp8_matmul:
+        prefill = _fp8_tiles(geometry, device)
     if not plain and why_not_hopper(geometry, device, window) is None:
         hopper = _HOPPER_TILES[geometry.head_dim]
         prefill = _hopper_twin(geometry)
@@ -315,6 +334,7 @@ def choose(
         num_sms=device.num_sms,
         window=window,
         pdl=device.arch >= 90 and not device.interpreted,
+        fp8_dot="promoted" if fp8_matmul else "",
     )
 
 
@@ -450,6 +470,31 @@ def _prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
     tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+    tiles = _fit(tiles, geometry, device)
+    return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
+
+
+def _fp8_tiles(geometry: Geometry, device: Device) -> Tiles:
+    """Tiles of a prefill that multiplies fp8 operands, those of the Gluon kernel's twin."""
+    d = geometry.block_d
+    if geometry.kv_element_size != 1:
+        raise UnsupportedConfig(
+            f"fp8_matmul with {geometry.kv_element_size} bytes an element of the cache; accepted: 1"
+        )
+    if device.arch < 89:
+        raise UnsupportedConfig(
+            f"fp8_matmul with compute capability {device.arch / 10}; accepted: 8.9 and later"
+        )
+    if d > HEAD_DIM_MAX:
+        raise UnsupportedConfig(
+            f"fp8_matmul with head_dim={geometry.head_dim}; accepted: up to {HEAD_DIM_MAX}"
+        )
+    if device.arch < 90 or geometry.group_size > HOPPER_ROWS:
+        return _prefill_tiles(geometry, device)
+    # Products are added to the accumulators by themselves, which takes as many registers again.
+    block_n = 64 if d <= 128 else 32
+    tiles = Tiles(HOPPER_ROWS, block_n, d, num_warps=8, num_stages=3, use_tma=True)
+    tiles = replace(tiles, use_tma=_tma_fits(tiles, geometry, device))
     tiles = _fit(tiles, geometry, device)
     return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from tilewise.attention import PagedAttention
 from tilewise.device import fp8_format
 from tilewise.kernels.cache_write import write_kv_cache
+from tilewise.kernels.hadamard import rotation
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -98,8 +100,6 @@ def ours(
     Tensor[heads, queries, D]
         In ``q``'s dtype.
     """
-    from dataclasses import replace
-
     heads, keys, dim = k.shape
     pages = -(-keys // PAGE)
     rows = [x.transpose(0, 1).to(device=device, dtype=torch.float32) for x in (k, v)]
@@ -142,21 +142,6 @@ def _scales(x: torch.Tensor, by: str, rotated: bool) -> torch.Tensor:
     return (padded.view(heads, pages, PAGE * dim).abs().amax(2).T / LARGEST).contiguous()
 
 
-def rotation(dim: int) -> torch.Tensor:
-    """The matrix of ``tilewise.kernels.hadamard``, fp64: ``rotated = rotation @ column``."""
-    from tilewise.kernels.hadamard import SEED
-
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
-    while len(hadamard) < dim:
-        hadamard = torch.cat(
-            [torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]
-        )
-    x = (torch.arange(dim) + SEED.value) * 0x9E3779B1 & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-    signs = 1.0 - 2.0 * ((x ^ (x >> 13)) & 1).double()
-    return hadamard * signs * dim**-0.5
-
-
 VARIANTS = {
     "per head": {"scales": "head", "rotated": False},
     "per block": {"scales": "page", "rotated": False},
@@ -165,7 +150,9 @@ VARIANTS = {
 }
 
 
-def errors(keys: int, queries: int, heads: int, dim: int, device: str) -> dict[str, float]:
+def errors(
+    keys: int, queries: int, heads: int, dim: int, device: str, variants: Sequence[str] = ()
+) -> dict[str, float]:
     """Root mean square error against fp64 of each way, on inputs with outliers.
 
     Parameters
@@ -178,12 +165,15 @@ def errors(keys: int, queries: int, heads: int, dim: int, device: str) -> dict[s
         Head dimension.
     device : str
         Where our kernels run.
+    variants : sequence of str
+        Some of ``VARIANTS``; by default all.
     """
     q = outliers(heads, queries, dim, seed=1)
     k, v = outliers(heads, keys, dim, seed=2), outliers(heads, keys, dim, seed=3)
     wanted = exact(q, k, v)
     found = {"per tensor": torch.cat([per_tensor(*x) for x in _each(q, k, v)])}
-    for name, options in VARIANTS.items():
+    for name in variants or VARIANTS:
+        options: dict[str, Any] = VARIANTS[name]
         found[name] = ours(q, k, v, device=device, dtype=torch.float32, **options)
     return {name: (x - wanted).pow(2).mean().sqrt().item() for name, x in found.items()}
 

@@ -176,6 +176,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 window=window,
                 batch_invariant=envs.VLLM_BATCH_INVARIANT,
                 shaped_logits=shaped,
+                fp8_matmul=any(impl.fp8_matmul for impl in impls.values()),
+                rotated_keys=any(impl.rotated_keys for impl in impls.values()),
             )
             for window in _group_windows(kv_cache_spec, impls, several=self.is_encoder)
         ]

@@ -137,7 +137,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
         self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
-        scales,
+        scales, impl.rotated_keys,
     )  # fmt: skip
 
 

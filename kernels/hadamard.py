@@ -7,6 +7,7 @@ loses less.  It comes after rotary embedding, which turns pairs of columns by th
 Source: Shah et al., FlashAttention-3 (2024); Chee et al., QuIP (2023).
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -37,3 +38,33 @@ def rotate_rows(x, ROWS: tl.constexpr, D: tl.constexpr):
         a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [ROWS, D])
     return x * (D**-0.5)
+
+
+def rotation(dim: int) -> torch.Tensor:
+    """The rotation as a matrix, ``rotated = matrix @ column``.
+
+    Parameters
+    ----------
+    dim : int
+        Head dimension, a power of two.
+
+    Returns
+    -------
+    Tensor[dim, dim], fp64
+    """
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < dim:
+        hadamard = torch.cat(
+            [torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]
+        )
+    x = (torch.arange(dim) + SEED.value) * 0x9E3779B1 & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    signs = 1.0 - 2.0 * ((x ^ (x >> 13)) & 1).double()
+    return hadamard * signs * dim**-0.5
+
+
+def rotate(rows: torch.Tensor) -> torch.Tensor:
+    """Rotate rows ``[..., head_dim]`` by plain arithmetic, for comparisons; fp64."""
+    # No matrix product: vLLM replaces torch's in its batch-invariant mode.
+    matrix = rotation(rows.shape[-1]).to(rows.device)
+    return (rows.double()[..., None, :] * matrix).sum(-1)

@@ -316,7 +316,8 @@ def resources(
     arch : int
         80, 89, 90 or 100.
     features : sequence of str
-        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, and the format of an fp8 cache.
+        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, and the format of an fp8 cache; beside that
+        ``fp8_dot`` and ``rotated``.
     """
     g = config.geometry
     if kernel == "prefill":
@@ -350,7 +351,10 @@ def configured(
     window: int = 0,
     kv_size: int = 0,
     twin: bool = False,
+    fp8_matmul: bool = False,
 ) -> policy.Config:
     """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype], kv_size)
-    return policy.choose(geometry, DEVICES[arch], window=window, plain=not twin)
+    return policy.choose(
+        geometry, DEVICES[arch], window=window, plain=not twin, fp8_matmul=fp8_matmul
+    )

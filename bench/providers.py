@@ -70,14 +70,30 @@ def _nhd(kv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Tilewise(Provider):
-    """Our own kernels, through `PagedAttention`; plain ones only on request."""
+    """Our own kernels, through `PagedAttention`; plain ones only on request.
+
+    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.
+    """
 
     module = "tilewise.attention"
 
-    def __init__(self, name: str = "tilewise", page_size: int = 64, plain: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = "tilewise",
+        page_size: int = 64,
+        plain: bool = False,
+        fp8_matmul: bool = False,
+    ) -> None:
         self.name = name
         self.page_size = page_size
         self.plain = plain
+        self.fp8_matmul = fp8_matmul
+
+    def unsupported(self, case: Case) -> str | None:
+        """Products of fp8 operands take an fp8 cache, and are for prefills."""
+        if self.fp8_matmul and (case.kv_itemsize != 1 or case.max_q_len <= 16):
+            return "only prefills over an fp8 cache"
+        return None
 
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
         """One candidate: the policy chooses the kernels."""
@@ -96,7 +112,10 @@ class Tilewise(Provider):
             device = describe(torch.device(inputs.device))
             sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
             geometry = policy.Geometry(*heads, self.page_size, *sizes)
-            config = policy.choose(geometry, device, query_len, case.window or 0, plain=True)
+            config = policy.choose(
+                geometry, device, query_len, case.window or 0, plain=True,
+                fp8_matmul=self.fp8_matmul,
+            )  # fmt: skip
         attn = PagedAttention(
             *heads,
             page_size=self.page_size,
@@ -107,6 +126,7 @@ class Tilewise(Provider):
             decode_query_len=query_len,
             window=case.window,
             kv_dtype=inputs.kv_dtype,
+            fp8_matmul=self.fp8_matmul,
             config=config,
         )
         # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
@@ -390,13 +410,15 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
         Tilewise("tilewise_plain", plain=True),
+        Tilewise("tilewise_fp8", fp8_matmul=True),
+        Tilewise("tilewise_fp8_plain", plain=True, fp8_matmul=True),
         Fa3(),
         Fa3Best(),
         TritonAttn(),
         Cudnn(),
     ]
     if flashinfer:
-        providers.insert(5, FlashInfer())
+        providers.insert(7, FlashInfer())
     return {provider.name: provider for provider in providers}
 
 

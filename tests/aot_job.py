@@ -20,8 +20,9 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
     windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
     twin, kv_size = "twin" in features, 1 if aot.kv_format(features) else 0
     config = aot.configured(
-        dtype, arch, head_dim, page_size, window=sum(windows), kv_size=kv_size, twin=twin
-    )
+        dtype, arch, head_dim, page_size, window=sum(windows), kv_size=kv_size, twin=twin,
+        fp8_matmul="fp8_dot" in features,
+    )  # fmt: skip
     if "invariant" in features:
         config = policy.batch_invariant(config)
     features = [f for f in features if f != "twin" and not f.startswith("window=")]

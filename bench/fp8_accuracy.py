@@ -6,8 +6,8 @@
 * ``per tensor``: Q, K and V rounded to e4m3 with one scale each, weights without one;
 * a tensor core's accumulator, which keeps about 14 bits (``accumulate``).
 
-Source: Shah et al., FlashAttention-3 (2024), for the distribution; DeepSeek-AI, DeepSeek-V3 Technical
-Report (2024), for the accumulator.
+Source: Shah et al., FlashAttention-3 (2024), for the distribution; DeepSeek-AI, DeepSeek-V3
+Technical Report (2024), for the accumulator.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def accumulate(p: torch.Tensor, v: torch.Tensor, promote: int = 0) -> torch.Tens
 def needles(draws: int, keys: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Haystacks in which one key's value is to be found: ``(q, k, v, wanted)``.
 
-    The needle's key fits its query best.  All others are near-misses: half of its weight, and values
-    four times as large, one vector in the first half of the sequence and its opposite in the
+    The needle's key fits its query best.  All others are near-misses: half of its weight, and
+    values four times as large, one vector in the first half of the sequence and its opposite in the
     second, so that they cancel.  The needle's value is one of ``dim - 1`` codes, orthogonal to
     that vector and to each other.
 
@@ -254,9 +254,7 @@ def retrieved(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((out @ codes.T).argmax(1).cpu() + 1 == wanted).float().mean().item()
 
 
-def emulated(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, promote: int = 0
-) -> torch.Tensor:
+def emulated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, promote: int = 0) -> torch.Tensor:
     """Outputs ``[draws, D]`` of the last queries, in bf16, with an emulated accumulator."""
     q, k = rounded(q[:, -1], 2.0**-8), rounded(k, k.abs().max() / LARGEST)
     s = (k @ q[:, :, None]).squeeze(2) * q.shape[1] ** -0.5

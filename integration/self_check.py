@@ -36,8 +36,8 @@ QUERY_LENS = (1, 3, DECODE_MAX_QUERY_LEN + 4)
 LOGIT_SPREAD = 3.0
 # Rounding of the weights and of the output, with room; of fp32, exp2 of the hardware.
 SMALLEST_EPSILON = 2.0**-14
-# Of products of fp8 operands, relative to the largest value: roundings of queries move logits of that
-# spread by a tenth, and those of weights are 2**-4.
+# Of products of fp8 operands, relative to the largest value: roundings of queries move logits of
+# that spread by a tenth, and those of weights are 2**-4.
 FP8_ERROR = 2.0**-2
 # The quotients that are rounded to fp8 were themselves rounded to fp32.
 FP8_ROOM = 1.0 + 2.0**-16

@@ -19,8 +19,8 @@ FORMATS = ("", "e4m3", "e5m2", "e4m3_bits", "e5m2_bits")
 # are followed only once they have risen by that much.
 WEIGHT_SHIFT = tl.constexpr(7.0)
 
-# Weights rounded to e4m3 use its range: up to 2**8 of 448.  Where maxima may lag by FP8_SLACK powers
-# of two, so far below.  What e4m3 drops is then less than 2**-18 (2**-16) of the largest weight.
+# Weights rounded to e4m3 use its range: up to 2**8 of 448.  Where maxima may lag by FP8_SLACK
+# powers of two, so far below.  What e4m3 drops is then less than 2**-18 (2**-16) of the largest.
 FP8_SHIFT = tl.constexpr(8.0)
 FP8_SLACK = tl.constexpr(2.0)
 

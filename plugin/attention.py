@@ -171,7 +171,8 @@ class PagedAttention:
             )
         if bool(config.fp8_dot) != fp8_matmul:
             raise UnsupportedConfig(
-                f"config has fp8_dot={config.fp8_dot!r}, which fp8_matmul={fp8_matmul} does not take"
+                f"config has fp8_dot={config.fp8_dot!r}, but fp8_matmul={fp8_matmul}; accepted: "
+                "both or neither"
             )
         if batch_invariant:
             config = policy.batch_invariant(config)
@@ -585,11 +586,9 @@ class PagedAttention:
         same_pages = pages == pair[-1].shape[0]
         layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
         scales = (k_scale, v_scale)
-        kinds = (
-            x if x is None else (x.shape, x.stride(), x.dtype, x.device, len(x.shape) == 2 and pages)
-            for x in scales
-        )
-        key = (len(pair), same_pages, out is None, *layouts, *kinds)
+        kinds = (x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in scales)
+        of_pages = any(x is not None and x.dim() == 2 for x in scales)
+        key = (len(pair), same_pages, out is None, of_pages and pages, *layouts, *kinds)
         aligned = self._layouts.get(key)
         if aligned is None:
             self._checks.rows("q", q, self.config)

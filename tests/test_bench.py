@@ -24,7 +24,8 @@ from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for
 
 NAMES = [
     "pf_1x16k", "pf_8x2k", "pf_32x512", "pf_chunk2k_64k", "pf_ragged", "pf_d64_1x16k",
-    "pf_d256_1x8k", "pf_sink_w128_1x8k", "pf_fp8_1x16k", "pf_fp8_8x2k", "mix_63x4k_2k_8k", "mix_128x2k_2x2k", "dec_b1_1k",
+    "pf_d256_1x8k", "pf_sink_w128_1x8k", "pf_fp8_1x16k", "pf_fp8_8x2k", "mix_63x4k_2k_8k",
+    "mix_128x2k_2x2k", "dec_b1_1k",
     "dec_b1_8k", "dec_b1_128k", "dec_b8_4k", "dec_b32_4k", "dec_b64_8k", "dec_b128_2k",
     "dec_b256_1k", "dec_b256_4k", "dec_ragged64", "dec_zipf_b32", "dec_zipf_b128",
     "dec_zipf_b256", "dec_d64_b64_4k", "dec_mqa_b32_8k", "dec_mha_b32_4k",
@@ -214,7 +215,8 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_fp8", "tilewise_fp8_plain", "fa3", "fa3_best", "flashinfer",
+        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_fp8", "tilewise_fp8_plain",
+        "fa3", "fa3_best", "flashinfer",
         "triton_attn", "cudnn",
     ]  # fmt: skip
     absent = providers.Fa3()

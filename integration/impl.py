@@ -231,7 +231,10 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             kv_size,
         )
         device = describe(torch.device("cuda", torch.cuda.current_device()))
-        return policy.why_not_hopper(geometry, device, self.window or 0) is None
+        window = self.window or 0
+        if self.fp8_matmul:
+            return policy.why_not_hopper_fp8(geometry, device, window) is None
+        return policy.why_not_hopper(geometry, device, window) is None
 
     def do_kv_cache_update(
         self,

@@ -29,7 +29,15 @@ SAMPLE_EVERY = 256
 SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
 PATHS = ("decode", "prefill", "mixed")
-KERNELS = ("plan", "prefill", "hopper_prefill", "decode", "hopper_decode", "cache_write")
+KERNELS = (
+    "plan",
+    "prefill",
+    "hopper_prefill",
+    "hopper_prefill_fp8",
+    "decode",
+    "hopper_decode",
+    "cache_write",
+)
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.
 _BEFORE_SERVING = frozenset(

@@ -119,8 +119,8 @@ def attend(
     is unused otherwise.  ``LAZY`` counts a thread's accumulators where these are rescaled lazily
     (``tilewise.kernels.lazy_rescale``), else 0.
     ``FP8_DOT`` is "" for products in ``q``'s dtype.  Otherwise ``q`` holds ``fp8_rows``, and
-    weights are rounded to e4m3.  Hopper adds products of fp8 in about 14 bits: "promoted" adds those
-    of one tile so, and tiles in fp32; "plain" leaves everything to the hardware.
+    weights are rounded to e4m3.  Hopper adds products of fp8 in about 14 bits: "promoted" adds
+    those of one tile so, and tiles in fp32; "plain" leaves everything to the hardware.
     ``k_scales_ptr`` and ``v_scales_ptr`` are scales of this head's pages, ``SCALES_STEP`` apart;
     a page holds whole tiles then.
     """

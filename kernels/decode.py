@@ -209,7 +209,8 @@ def _decode_kernel(
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
     cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head; -1 says that
     every page has one of each head.  ``ROTATED`` turns queries as the cache's keys are.  With
-    ``V_PAIRS`` the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
+    ``V_PAIRS`` the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in
+    batch-invariant mode.
     """
     if PDL:
         # The launch before this one, whose results are read from here on, may still be running.

@@ -505,6 +505,16 @@ class PagedAttention:
             )  # fmt: skip
             counters.add("launches", kernel="hopper_prefill")
             return
+        fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
+        if fp8 and not plain and not kv.page_scales:
+            from tilewise.kernels.hopper_prefill_fp8 import hopper_prefill_fp8_attention
+
+            hopper_prefill_fp8_attention(
+                out, lse, q, kv, *batch, block_n=fp8.block_n, num_stages=fp8.num_stages,
+                num_programs=min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads),
+            )  # fmt: skip
+            counters.add("launches", kernel="hopper_prefill_fp8")
+            return
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,

@@ -15,7 +15,8 @@ LABELS = {
     "rank": "number of the worker within its engine, on every metric",
     "path": "`decode`: every request of the step brings at most 16 new tokens; `prefill`: every "
     "one brings more; `mixed`: both may be there",
-    "kernel": "`plan` (once a step); `prefill` or, in Gluon, `hopper_prefill`, `decode` or, in "
+    "kernel": "`plan` (once a step); `prefill` or, in Gluon, `hopper_prefill` or "
+    "`hopper_prefill_fp8`, `decode` or, in "
     "Gluon, `hopper_decode`, `cache_write` (once a layer)",
     "reason": "the feature that tilewise does not compute",
     "target": "the backend of vLLM that computes the layer",

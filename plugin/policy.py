@@ -152,9 +152,10 @@ class HopperTiles:
 class Config:
     """Everything the plan and the kernels are launched with.
 
-    Where there is a ``hopper_prefill``, ``prefill`` is its plain twin: the same query tiles, for
-    layers whose logits or addresses the former does not take.  So is ``decode`` to a
-    ``hopper_decode``, and the faster one where a batch has many items (``decodes_few``).
+    Where there is a ``hopper_prefill``, or with ``fp8_dot`` a ``hopper_prefill_fp8``, ``prefill``
+    is its plain twin: the same query tiles, for layers whose logits or addresses the former does
+    not take.  So is ``decode`` to a ``hopper_decode``, and the faster one where a batch has many
+    items (``decodes_few``).
 
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
@@ -179,6 +180,7 @@ class Config:
     item_overhead: int = 3
     window: int = 0
     hopper_prefill: HopperTiles | None = None
+    hopper_prefill_fp8: HopperTiles | None = None
     hopper_decode: HopperTiles | None = None
     pieces: Pieces | None = None
     pdl: bool = False
@@ -198,10 +200,11 @@ class Config:
                 f"fp8_dot={self.fp8_dot!r}; accepted: {', '.join(map(repr, FP8_DOTS))}"
             )
         t = self.prefill
-        if self.hopper_prefill and t.block_m != HOPPER_ROWS:
-            raise UnsupportedConfig(
-                f"prefill.block_m={t.block_m} beside hopper_prefill; accepted: {HOPPER_ROWS}"
-            )
+        for name in ("hopper_prefill", "hopper_prefill_fp8"):
+            if getattr(self, name) and t.block_m != HOPPER_ROWS:
+                raise UnsupportedConfig(
+                    f"prefill.block_m={t.block_m} beside {name}; accepted: {HOPPER_ROWS}"
+                )
         if t.lazy_rescale and (
             t.block_m != 16 * t.num_warps or accumulators(t) not in LAZY_ACCUMULATORS
         ):
@@ -214,7 +217,7 @@ class Config:
     def prefill_block_q(self) -> int:
         """Query tokens of one prefill tile."""
         group = self.geometry.group_size
-        if self.hopper_prefill:
+        if self.hopper_prefill or self.hopper_prefill_fp8:
             group = next_power_of_2(group)  # its boxes are powers of two
         return self.prefill.block_m // group
 
@@ -319,8 +322,11 @@ def choose(
         few = HopperTiles(decode.block_n, num_stages=3)
     hopper = None
     prefill = _prefill_tiles(geometry, device)
+    hopper_fp8 = None
     if fp8_matmul:
         prefill = _fp8_tiles(geometry, device)
+        if not plain and why_not_hopper_fp8(geometry, device, window) is None:
+            hopper_fp8 = _HOPPER_FP8_TILES
     if not plain and why_not_hopper(geometry, device, window) is None:
         hopper = _HOPPER_TILES[geometry.head_dim]
         prefill = _hopper_twin(geometry)
@@ -328,6 +334,7 @@ def choose(
         geometry=geometry,
         prefill=prefill,
         hopper_prefill=hopper,
+        hopper_prefill_fp8=hopper_fp8,
         decode=decode,
         hopper_decode=few,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
@@ -346,16 +353,19 @@ _HOPPER_TILES = {
 }
 
 
-def _why_no_gluon(geometry: Geometry, device: Device) -> str | None:
-    """What both Gluon kernels ask of a device and of dtypes; None where it is there."""
+_HOPPER_FP8_TILES = HopperTiles(block_n=128, num_stages=3)  # of head size 128
+
+
+def _why_no_gluon(geometry: Geometry, device: Device, kv_size: int = 2) -> str | None:
+    """What all Gluon kernels ask of a device and of dtypes; None where it is there."""
     if device.interpreted:
         return "kernels in Gluon do not run in Triton's interpreter"
     if device.arch != 90:
         return f"compute capability {device.arch / 10} (accepted: 9.0)"
     if geometry.element_size != 2:
         return f"{geometry.element_size} bytes an element (accepted: 2)"
-    if geometry.kv_element_size != 2:
-        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if geometry.kv_element_size != kv_size:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: {kv_size})"
     return None
 
 
@@ -389,6 +399,40 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
         # kernel measured faster (bench/NOTES.md).
         return f"window {window} (accepted: none, or {4 * block_n} and more)"
     needed = _hopper_shared_memory(geometry.head_dim)
+    if needed > device.shared_memory:
+        return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
+    return None
+
+
+def why_not_hopper_fp8(geometry: Geometry, device: Device, window: int = 0) -> str | None:
+    """Why the Gluon prefill with fp8 operands does not serve a layer, or None where it does.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+    window : int
+        Keys a query may see, itself included; 0 for all.
+
+    Returns
+    -------
+    str or None
+        What the layer or the device has, and what is accepted.
+    """
+    group, page, tiles = geometry.group_size, geometry.page_size, _HOPPER_FP8_TILES
+    if (why := _why_no_gluon(geometry, device, kv_size=1)) is not None:
+        return why
+    if geometry.head_dim != 128:
+        return f"head_dim {geometry.head_dim} (accepted: 128)"
+    if group > HOPPER_ROWS // 2:
+        return f"group size {group} (accepted: 1 to {HOPPER_ROWS // 2})"
+    if page != 64 and page % tiles.block_n:
+        return f"page_size {page} (accepted: 64 and multiples of {tiles.block_n})"
+    if window:
+        return f"window {window} (accepted: none)"
+    # Queries as they come and rounded; blocks of keys, of values and of turned values.
+    blocks = 3 * tiles.num_stages * tiles.block_n * geometry.head_dim
+    needed = 3 * HOPPER_ROWS * geometry.head_dim + blocks + 1024
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
     return None

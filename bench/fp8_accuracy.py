@@ -117,7 +117,7 @@ def ours(
         device=device, kv_dtype=FP8, fp8_matmul=True, rotated_keys=rotated,
     )  # fmt: skip
     attn.config = replace(attn.config, fp8_dot=fp8_dot)
-    ints = {"dtype": torch.int32, "device": device}
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     attn.plan(
         torch.tensor([0, queries], **ints), torch.tensor([keys], **ints),
         torch.arange(pages, **ints)[None], num_tokens=queries, max_query_len=queries,

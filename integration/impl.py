@@ -130,9 +130,9 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
 
     def _fp8_attention(self) -> tuple[bool, bool]:
         """Whether the prefill multiplies fp8 operands, and whether keys are rotated."""
-        asked = load_settings(os.environ).fp8_attention
         if self.kv_dtype != torch.float8_e4m3fn:
             return False, False
+        asked = load_settings(os.environ).fp8_attention
         return asked != "off", asked == "rotated"
 
     def _set_features(

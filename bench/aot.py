@@ -112,11 +112,18 @@ def kv_format(features: Sequence[str]) -> str:
     return next((f for f in features if f in fp8.FORMATS), "")
 
 
+def fp8_dot(features: Sequence[str]) -> str:
+    """How products of fp8 operands are added, among a variant's features; "" without."""
+    return "promoted" if "fp8_dot" in features else ""
+
+
 def _attention_signature(
     kernel: str, tiles: policy.Tiles, dtype: str, arch: int, features: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
     element = "fp32" if dtype == "fp32" else dtype
     cache = "u8" if kv_format(features) else element
+    if kernel == "prefill" and fp8_dot(features) and kv_format(features) == "e4m3":
+        cache = "fp8e4nv"
     pairs = kernel == "decode" and cache == "u8" and tiles.block_d >= 64
     k = v = f"*{cache}"
     if tiles.use_tma:
@@ -152,6 +159,7 @@ def _attention_signature(
     constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off)
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants |= {"ROTATED": "rotated" in features}
     rounded = "e4m3" if arch >= 90 else "e4m3_bits"
     constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
     constants["CAUSAL"] = not {"flags", "bidirectional", *MASKS}.intersection(features)
@@ -161,6 +169,7 @@ def _attention_signature(
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
         constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0, "SPANS_IN_WINDOW": False}
+        constants["FP8_DOT"] = fp8_dot(features)
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
 
@@ -306,6 +315,7 @@ def compile_cache_write(
     constants = {
         "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
         "KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
+        "ROTATED": "rotated" in features,
     }  # fmt: skip
     if not kv_format(features):
         constants |= dict.fromkeys(scales)
@@ -329,8 +339,8 @@ def resources(
     arch : int
         80, 89, 90 or 100.
     features : sequence of str
-        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, a key of
-        ``MASKS``, and ``starts``.
+        Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, beside that
+        ``fp8_dot`` and ``rotated``, a key of ``MASKS``, and ``starts``.
     """
     if kernel == "prefill":
         compiled = compile_prefill(config, dtype, arch, features)
@@ -376,7 +386,10 @@ def configured(
     window: int = 0,
     kv_size: int = 0,
     twin: bool = False,
+    fp8_matmul: bool = False,
 ) -> policy.Config:
     """The policy's configuration of one variant: the plain kernels', or the Gluon kernel's twin."""
     geometry = policy.Geometry(*heads, head_dim, page_size, ELEMENT_SIZE[dtype], kv_size)
-    return policy.choose(geometry, DEVICES[arch], window=window, plain=not twin)
+    return policy.choose(
+        geometry, DEVICES[arch], window=window, plain=not twin, fp8_matmul=fp8_matmul
+    )

@@ -21,7 +21,7 @@ from tilewise import policy
 from tilewise.arch import ARCHITECTURES
 from tilewise.bench.aot import Resources, measure, threads
 from tilewise.errors import UnsupportedConfig
-from tilewise.kernels import hopper_decode, hopper_prefill
+from tilewise.kernels import hopper_decode, hopper_prefill, hopper_prefill_fp8
 
 POINTERS = (
     "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "header_ptr", "tile_req_ptr",
@@ -34,7 +34,7 @@ DECODE_POINTERS = (
 
 
 def _descriptor(dtype: str, block: list[int]) -> str:
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}[dtype]
     return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
 
 
@@ -86,6 +86,41 @@ def compile_prefill(
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     aligned = ("out_ptr", "stride_o_t", "stride_o_h")
     return _compile(hopper_prefill._hopper_prefill_kernel, signature, constants, aligned)
+
+
+def compile_prefill_fp8(
+    dtype: str = "bf16",
+    page_size: int = 64,
+    group_size: int = 4,
+    lse: bool = False,
+    sinks: bool = False,
+    rotated: bool = False,
+    scales: bool = True,
+    block_n: int = 128,
+    num_stages: int = 3,
+) -> Any:
+    """Compile one variant of the Hopper prefill kernel with fp8 operands."""
+    head_dim = 128
+    group_pad = policy.next_power_of_2(group_size)
+    rows = _descriptor(dtype, [64 // group_pad, group_pad, head_dim])
+    page = _descriptor("fp8e4nv", [1, 1, min(page_size, block_n), head_dim])
+    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
+    of_scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if scales else "constexpr")
+    signature |= of_scales
+    signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
+    signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
+    constants: dict[str, Any] = {
+        "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
+        "STEPS": 7, "PAGE_SIZE": page_size, "HAS_LSE": lse, "BLOCK_N": block_n,
+        "STAGES": num_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0, "ROTATED": rotated,
+    }  # fmt: skip
+    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
+    constants |= {n: None for n in of_scales if not scales}
+    aligned = ("out_ptr", "stride_o_t", "stride_o_h")
+    kernel = hopper_prefill_fp8._hopper_prefill_fp8_kernel
+    return _compile(kernel, signature, constants, aligned)
 
 
 def compile_decode(
@@ -151,11 +186,11 @@ def main_loops(compiled: Any) -> list[dict[str, int]]:
     for begin, end in spans:
         body = [text for address, text in code if begin <= address <= end]
         within = [(b, e) for b, e in spans if begin <= b and e <= end and (b, e) != (begin, end)]
-        inner = any("HGMMA" in t for b, e in within for a, t in code if b <= a <= e)
-        if sum("HGMMA" in text for text in body) and not inner:
+        inner = any("GMMA" in t for b, e in within for a, t in code if b <= a <= e)
+        if any("GMMA" in text for text in body) and not inner:
             counts = {
                 op: sum(op in text for text in body)
-                for op in ("HGMMA", "MUFU.EX2", "LDL", "STL", "PRMT")
+                for op in ("HGMMA", "QGMMA", "MUFU.EX2", "LDL", "STL", "PRMT")
             }
             loops.append(counts | {"instructions": len(body)})
     return loops
@@ -185,7 +220,10 @@ def resources(
 
 def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
     """Compile one variant and describe it, its main loops as well."""
-    compiled = (compile_decode if kernel == "decode" else compile_prefill)(**variant)
+    compilers: dict[str, Any] = {
+        "prefill": compile_prefill, "prefill_fp8": compile_prefill_fp8, "decode": compile_decode,
+    }  # fmt: skip
+    compiled = compilers[kernel](**variant)
     registers, spill_bytes = measure(compiled, 90)
     ptx = compiled.asm["ptx"]
     return variant | {

@@ -200,6 +200,8 @@ CASES: tuple[Case, ...] = (
     _prefill("pf_d64_1x16k", 16384, **_D64),
     _prefill("pf_d256_1x8k", 8192, **_D256),
     _prefill("pf_sink_w128_1x8k", 8192, **_SINK),
+    _prefill("pf_fp8_1x16k", 16384, **_FP8),
+    _prefill("pf_fp8_8x2k", *(2048,) * 8, **_FP8),
     _mixed("mix_63x4k_2k_8k", 63, 4096, 1, 1985, 8192),
     _mixed("mix_128x2k_2x2k", 128, 2048, 2, 2048, 2048),
     _decode("dec_b1_1k", 1, 1024),

@@ -70,7 +70,10 @@ def _nhd(kv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Tilewise(Provider):
-    """Our own kernels, through `PagedAttention`; plain ones only on request."""
+    """Our own kernels, through `PagedAttention`; plain ones only on request.
+
+    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.
+    """
 
     module = "tilewise.attention"
 
@@ -80,16 +83,20 @@ class Tilewise(Provider):
         page_size: int = 64,
         plain: bool = False,
         shared_prefixes: bool = False,
+        fp8_matmul: bool = False,
     ) -> None:
         self.name = name
         self.page_size = page_size
         self.plain = plain
         self.shared_prefixes = shared_prefixes
+        self.fp8_matmul = fp8_matmul
 
     def unsupported(self, case: Case) -> str | None:
-        """With shared prefixes: decodes, and no window."""
+        """With shared prefixes: decodes, no window; products of fp8: prefills of such a cache."""
         if self.shared_prefixes and (case.kind != "decode" or case.window is not None):
             return "only decodes without a window"
+        if self.fp8_matmul and (case.kv_itemsize != 1 or case.max_q_len <= 16):
+            return "only prefills over an fp8 cache"
         return None
 
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:
@@ -109,7 +116,10 @@ class Tilewise(Provider):
             device = describe(torch.device(inputs.device))
             sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
             geometry = policy.Geometry(*heads, self.page_size, *sizes)
-            config = policy.choose(geometry, device, query_len, case.window or 0, plain=True)
+            config = policy.choose(
+                geometry, device, query_len, case.window or 0, plain=True,
+                fp8_matmul=self.fp8_matmul,
+            )  # fmt: skip
         attn = PagedAttention(
             *heads,
             page_size=self.page_size,
@@ -121,6 +131,7 @@ class Tilewise(Provider):
             window=case.window,
             kv_dtype=inputs.kv_dtype,
             shared_prefixes=self.shared_prefixes,
+            fp8_matmul=self.fp8_matmul,
             config=config,
         )
         # As a layer of vLLM passes them: always, and 1 where a checkpoint has none.
@@ -406,13 +417,16 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
         Tilewise("tilewise_p16", page_size=16),
         Tilewise("tilewise_plain", plain=True),
         Tilewise("tilewise_shared", shared_prefixes=True),
+        Tilewise("tilewise_fp8", fp8_matmul=True),
+        Tilewise("tilewise_fp8_plain", plain=True, fp8_matmul=True),
         Fa3(),
         Fa3Best(),
         TritonAttn(),
         Cudnn(),
     ]
     if flashinfer:
-        providers[6:6] = [FlashInfer(), FlashInferCascade()]
+        after = next(i for i, p in enumerate(providers) if p.name == "fa3_best") + 1
+        providers[after:after] = [FlashInfer(), FlashInferCascade()]
     return {provider.name: provider for provider in providers}
 
 

@@ -19,7 +19,15 @@ Row = dict[str, Any]
 
 OURS_KERNEL, OURS_BACKEND = "tilewise", "TILEWISE"
 # Other ways to run our own kernels: never peers.
-OUR_VARIANTS = ("tilewise", "tilewise_p16", "tilewise_plain", "TILEWISE", "CUSTOM")
+OUR_VARIANTS = (
+    "tilewise",
+    "tilewise_p16",
+    "tilewise_plain",
+    "tilewise_fp8",
+    "tilewise_fp8_plain",
+    "TILEWISE",
+    "CUSTOM",
+)
 CONFIDENCE = 0.95
 RESAMPLES = 9999
 RUNS_FOR_AN_INTERVAL = 3

@@ -174,6 +174,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             "decode_query_len": min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
             "batch_invariant": envs.VLLM_BATCH_INVARIANT,
             "shaped_logits": shaped,
+            "fp8_matmul": any(impl.fp8_matmul for impl in impls.values()),
+            "rotated_keys": any(impl.rotated_keys for impl in impls.values()),
         }
         heads = (
             num_q_heads if shards is None else num_q_heads * shards.count,
@@ -239,6 +241,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             return "cross attention is not causal"
         if ranks > 1:
             return f"their keys are shared by {ranks} ranks"
+        if attn.rotated_keys:
+            return "their keys are rotated (TILEWISE_FP8_ATTENTION)"
         return prefix_rule.why_not_share(attn.config, describe(attn.device))
 
     def _largest_graph(self) -> int:

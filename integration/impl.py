@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration.compat import shards_caches
 from tilewise.integration.spans import mode_of
 from tilewise.kernels.cache_write import write_kv_cache
+from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
     from tilewise.integration.builder import TilewiseMetadata
@@ -108,6 +110,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         self.is_encoder = attn_type in _ENCODERS
         self.is_cross = attn_type == AttentionType.ENCODER_DECODER
         self.kv_dtype = None if self.is_encoder else self._kv_dtype()
+        self.fp8_matmul, self.rotated_keys = self._fp8_attention()
         if self.dcp_world_size > 1 and not self.is_encoder:
             self._check_for_dcp()
         for name, value in extra.items():
@@ -124,6 +127,13 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         if dtype is None or not support.is_native(row):
             raise _unsupported(f"kv_cache_dtype {self.kv_cache_dtype!r}")
         return dtype
+
+    def _fp8_attention(self) -> tuple[bool, bool]:
+        """Whether the prefill multiplies fp8 operands, and whether keys are rotated."""
+        if self.kv_dtype != torch.float8_e4m3fn:
+            return False, False
+        asked = load_settings(os.environ).fp8_attention
+        return asked != "off", asked == "rotated"
 
     def _set_features(
         self,
@@ -167,6 +177,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             "ALiBi slopes": self.alibi_slopes is not None,
             "a KV cache shared between layers": self.kv_sharing_target_layer_name is not None,
             "cross attention": self.is_cross,
+            "TILEWISE_FP8_ATTENTION": self.fp8_matmul,
         }
         for name, present in features.items():
             if present:
@@ -225,7 +236,10 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             kv_size,
         )
         device = describe(torch.device("cuda", torch.cuda.current_device()))
-        return policy.why_not_hopper(geometry, device, self.window or 0) is None
+        window = self.window or 0
+        if self.fp8_matmul:
+            return policy.why_not_hopper_fp8(geometry, device, window) is None
+        return policy.why_not_hopper(geometry, device, window) is None
 
     def do_kv_cache_update(
         self,
@@ -260,7 +274,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             write_kv_cache(
                 k_cache, v_cache, key, value, slot_mapping,
                 fp8_format=fp8_format(self.kv_dtype, kv_cache.device, write=True),
-                k_scale=k_scale, v_scale=v_scale,
+                k_scale=k_scale, v_scale=v_scale, rotated=self.rotated_keys,
             )  # fmt: skip
         counters.add("launches", kernel="cache_write")
 

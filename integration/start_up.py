@@ -198,7 +198,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
         self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         builder.causal_kinds,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
-        scales,
+        scales, impl.rotated_keys,
     )  # fmt: skip
 
 

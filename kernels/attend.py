@@ -6,7 +6,15 @@ qk = shape(q k^T);  m, p, alpha = online softmax;  l = l * alpha + sum(p);  acc 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.fp8 import WEIGHT_SHIFT, decode_fp8, decode_pairs
+from tilewise.kernels.fp8 import (
+    FP8_SHIFT,
+    FP8_SLACK,
+    WEIGHT_SHIFT,
+    decode_fp8,
+    decode_pairs,
+    fp8_operand,
+    stored_operand,
+)
 from tilewise.kernels.lazy_rescale import rescale_lazily
 from tilewise.kernels.logits import shape_logits
 from tilewise.kernels.masks import seen
@@ -104,6 +112,10 @@ def attend(
     mask_bound=None,
     MASK: tl.constexpr = NO_MASK,
     MASK_ROWS: tl.constexpr = NO_ROWS,
+    FP8_DOT: tl.constexpr = "",
+    k_scales_ptr=None,
+    v_scales_ptr=None,
+    SCALES_STEP: tl.constexpr = 0,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 
@@ -117,10 +129,18 @@ def attend(
     is unused otherwise.  ``LAZY`` counts a thread's accumulators where these are rescaled lazily
     (``tilewise.kernels.lazy_rescale``), else 0.  With a ``MASK`` a row sees of those keys only what
     it says (``tilewise.kernels.masks``); it goes with ``MASKED``.
+    ``FP8_DOT`` is "" for products in ``q``'s dtype.  Otherwise ``q`` holds ``fp8_rows``, and
+    weights are rounded to e4m3.  Hopper adds products of fp8 in about 14 bits: "promoted" adds
+    those of one tile so, and tiles in fp32; "plain" leaves everything to the hardware.
+    ``k_scales_ptr`` and ``v_scales_ptr`` are scales of this head's pages, ``SCALES_STEP`` apart;
+    a page holds whole tiles then.
     """
     SHAPED: tl.constexpr = (cap_log2 is not None) or (slope_log2 is not None)
     AS_FP16: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.float16)
-    SHIFT: tl.constexpr = WEIGHT_SHIFT if AS_FP16 else 0.0
+    FP8_FLOOR: tl.constexpr = FP8_SHIFT - FP8_SLACK if LAZY > 0 else FP8_SHIFT
+    SHIFT: tl.constexpr = FP8_FLOOR if FP8_DOT != "" else (WEIGHT_SHIFT if AS_FP16 else 0.0)
+    MOST_SLACK: tl.constexpr = FP8_SLACK if FP8_DOT != "" else 8.0
+    SLACK: tl.constexpr = MOST_SLACK if LAZY > 0 else 0.0
     PACK: tl.constexpr = 2 if V_PAIRS else 1
     limit = tl.minimum(hi * BLOCK_N, seq_len)
     pages = tile_pages(block_table_row_ptr, lo * BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
@@ -138,13 +158,22 @@ def attend(
                 v_src, pages, start, seq_len, first_key, stride_v_p, stride_v_s,
                 HEAD_DIM // PACK, PAGE_SIZE, BLOCK_N, BLOCK_D // PACK, MASKED, WINDOW,
             )  # fmt: skip
-        if KV_FORMAT != "":
+        tile_scale = scale_log2
+        if k_scales_ptr is not None:
+            tl.static_assert(PAGE_SIZE % BLOCK_N == 0)
+            tile_scale *= tl.load(k_scales_ptr + pages.to(tl.int64) * SCALES_STEP)
+        if v_scales_ptr is not None:
+            tl.static_assert(PAGE_SIZE % BLOCK_N == 0)
+            v_scale = tl.load(v_scales_ptr + pages.to(tl.int64) * SCALES_STEP)
+        if FP8_DOT != "":
+            k = stored_operand(k, KV_FORMAT)
+        elif KV_FORMAT != "":
             k = decode_fp8(k, KV_FORMAT).to(q.dtype)
         pages = tile_pages(block_table_row_ptr, start + BLOCK_N, limit, PAGE_SIZE, BLOCK_N)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         n = start + tl.arange(0, BLOCK_N)
         if SHAPED:
-            factor = scale_log2[:, None] if ROW_SCALE else scale_log2
+            factor = tile_scale[:, None] if ROW_SCALE else tile_scale
             qk = shape_logits(qk, n, pos, factor, cap_log2, slope_log2, ALIBI_SQRT)
         if MASKED:
             visible = n[None, :] <= last[:, None]
@@ -165,22 +194,36 @@ def attend(
                     owned = owned & (n >= first_key)
                 v = tl.where(owned[:, None], v, 0)
         if SHAPED:
-            p, alpha, m_i = softmax_step(qk, m_i, 1.0, MASKED, False, SHIFT, LAZY > 0)
+            p, alpha, m_i = softmax_step(qk, m_i, 1.0, MASKED, False, SHIFT, SLACK)
         else:
-            p, alpha, m_i = softmax_step(qk, m_i, scale_log2, MASKED, ROW_SCALE, SHIFT, LAZY > 0)
+            p, alpha, m_i = softmax_step(qk, m_i, tile_scale, MASKED, ROW_SCALE, SHIFT, SLACK)
         l_i = l_i * alpha + tl.sum(p, 1)
         if LAZY > 0:
             acc = rescale_lazily(acc, alpha, LAZY)
         else:
             acc = acc * alpha[:, None]
-        p = p.to(q.dtype)
+        if FP8_DOT != "":
+            p = fp8_operand(p, KV_FORMAT)
+        else:
+            p = p.to(q.dtype)
         if V_PAIRS:
             acc_odd = acc_odd * alpha[:, None]
             even, odd = decode_pairs(v, KV_FORMAT)
-            acc = tl.dot(p, even.to(q.dtype), acc, input_precision=PRECISION)
-            acc_odd = tl.dot(p, odd.to(q.dtype), acc_odd, input_precision=PRECISION)
+            if v_scales_ptr is not None:
+                acc += v_scale * tl.dot(p, even.to(q.dtype), input_precision=PRECISION)
+                acc_odd += v_scale * tl.dot(p, odd.to(q.dtype), input_precision=PRECISION)
+            else:
+                acc = tl.dot(p, even.to(q.dtype), acc, input_precision=PRECISION)
+                acc_odd = tl.dot(p, odd.to(q.dtype), acc_odd, input_precision=PRECISION)
         else:
-            if KV_FORMAT != "":
+            if FP8_DOT != "":
+                v = stored_operand(v, KV_FORMAT)
+            elif KV_FORMAT != "":
                 v = decode_fp8(v, KV_FORMAT).to(q.dtype)
-            acc = tl.dot(p, v, acc, input_precision=PRECISION)
+            if v_scales_ptr is not None:
+                acc += v_scale * tl.dot(p, v, input_precision=PRECISION)
+            elif FP8_DOT == "promoted":
+                acc += tl.dot(p, v, input_precision=PRECISION)
+            else:
+                acc = tl.dot(p, v, acc, input_precision=PRECISION)
     return acc, acc_odd, m_i, l_i

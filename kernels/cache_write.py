@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.fp8 import FORMATS, encode_fp8
+from tilewise.kernels.hadamard import rotate_rows
 from tilewise.kernels.launch import KvCache, Launcher
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,10 +40,12 @@ def _write_kv_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """cache[slot // PAGE_SIZE, head, slot % PAGE_SIZE] = token; grid = (token tiles, heads).
 
-    With a ``KV_FORMAT`` the cache holds ``fp8(token / scale)``; scales may be None for 1.
+    With a ``KV_FORMAT`` the cache holds ``fp8(token / scale)``; scales may be None for 1.  They
+    lie ``…_SCALE_STEP`` apart from head to head; -1 says that every page has one of each head.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
@@ -62,11 +65,22 @@ def _write_kv_kernel(
     if KV_FORMAT != "":
         k = k.to(tl.float32)
         v = v.to(tl.float32)
+        if ROTATED:
+            k = rotate_rows(k, BLOCK_T, HEAD_DIM)
         # Divisions that round as IEEE's do, so that the bytes are those of any other writer.
-        if k_scale_ptr is not None:
-            k = tl.div_rn(k, tl.load(k_scale_ptr + head * K_SCALE_STEP))
-        if v_scale_ptr is not None:
-            v = tl.div_rn(v, tl.load(v_scale_ptr + head * V_SCALE_STEP))
+        if K_SCALE_STEP < 0:
+            at = page * tl.num_programs(1) + head
+            if k_scale_ptr is not None:
+                k_scale = tl.load(k_scale_ptr + at, mask=slot >= 0, other=1.0)
+                k = tl.div_rn(k, tl.broadcast_to(k_scale[:, None], [BLOCK_T, BLOCK_D]))
+            if v_scale_ptr is not None:
+                v_scale = tl.load(v_scale_ptr + at, mask=slot >= 0, other=1.0)
+                v = tl.div_rn(v, tl.broadcast_to(v_scale[:, None], [BLOCK_T, BLOCK_D]))
+        else:
+            if k_scale_ptr is not None:
+                k = tl.div_rn(k, tl.load(k_scale_ptr + head * K_SCALE_STEP))
+            if v_scale_ptr is not None:
+                v = tl.div_rn(v, tl.load(v_scale_ptr + head * V_SCALE_STEP))
         k = encode_fp8(k, KV_FORMAT)
         v = encode_fp8(v, KV_FORMAT)
     k_rows = page * stride_kc_p + head * stride_kc_h + in_page * stride_kc_s
@@ -127,12 +141,22 @@ def _check_scale(
         return
     if not fp8_format:
         raise ValueError(f"{name} is given for a cache that is not fp8; accepted: None")
-    heads = k_cache.shape[1]
-    fits = scale.numel() in (1, heads) and scale.is_contiguous()
+    pages, heads = k_cache.shape[:2]
+    of_pages = scale.shape == (pages, heads)
+    fits = (of_pages or scale.numel() in (1, heads)) and scale.is_contiguous()
     if not fits or scale.dtype != torch.float32 or scale.device != k_cache.device:
         raise ValueError(
             f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
-            f"contiguous torch.float32 of 1 or {heads} elements on {k_cache.device}"
+            f"contiguous torch.float32 of 1, {heads} or ({pages}, {heads}) elements on "
+            f"{k_cache.device}"
+        )
+
+
+def _check_rotation(rotated: bool, fp8_format: str, head_dim: int) -> None:
+    if rotated and (not fp8_format or head_dim & (head_dim - 1)):
+        raise ValueError(
+            f"rotated with fp8_format={fp8_format!r} and head_dim={head_dim}; accepted: an fp8 "
+            "format and a power of two"
         )
 
 
@@ -146,6 +170,7 @@ def write_kv_cache(
     fp8_format: str = "",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> None:
     """Store the first ``len(slot_mapping)`` tokens' keys and values into their slots.
 
@@ -162,8 +187,11 @@ def write_kv_cache(
         Store fp8, in this format of ``tilewise.kernels.fp8``: the bytes nearest to the value over
         its scale, ties to even, with what is too large (infinities too) stored as the largest
         finite value.  NaN stays NaN.
-    k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, optional
-        Divisors with ``fp8_format``; None for 1.
+    k_scale, v_scale : Tensor[1], [num_kv_heads] or [num_pages, num_kv_heads], fp32, optional
+        Contiguous; divisors with ``fp8_format``; None for 1.
+    rotated : bool
+        Rotate keys before they are rounded to fp8 (``tilewise.kernels.hadamard``); head_dim must
+        be a power of two.
 
     Raises
     ------
@@ -173,7 +201,10 @@ def write_kv_cache(
     _check_write(k_cache, v_cache, key, value, slot_mapping, fp8_format)
     _check_scale("k_scale", k_scale, k_cache, fp8_format)
     _check_scale("v_scale", v_scale, k_cache, fp8_format)
-    kv = KvCache(k_cache, v_cache, fp8_format, k_scale, v_scale)
+    _check_rotation(rotated, fp8_format, k_cache.shape[3])
+    kv = KvCache(k_cache, v_cache, fp8_format, k_scale, v_scale, rotated=rotated)
+    if kv.page_scales and {1} & {x.dim() for x in (k_scale, v_scale) if x is not None}:
+        raise ValueError("scales of pages with scales of heads; accepted: both of the same kind")
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return

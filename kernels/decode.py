@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
 from tilewise.kernels.fp8 import encode_fp8, fp16_rows
+from tilewise.kernels.hadamard import rotate_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.masks import (
     KeyMask,
@@ -126,7 +127,7 @@ def _write_rows(
         # Here, and so once whatever the splits.
         acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
     out, lse = softmax_finish(acc, m_i, l_i)
-    if v_scale_ptr is not None:
+    if v_scale_ptr is not None and V_SCALE_STEP >= 0:
         out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
     if out_scale_ptr is not None:
         out = encode_fp8(tl.div_rn(out, tl.load(out_scale_ptr)), OUT_FORMAT)
@@ -204,6 +205,7 @@ def _decode_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    ROTATED: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     V_PAIRS: tl.constexpr,
     PIECE_TILES: tl.constexpr,
@@ -223,8 +225,10 @@ def _decode_kernel(
     With an ``out_scale_ptr`` the output is bytes of fp8, ``out / out_scale`` in ``OUT_FORMAT``.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
-    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.  With ``V_PAIRS``
-    the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in batch-invariant mode.
+    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head; -1 says that
+    every page has one of each head.  ``ROTATED`` turns queries as the cache's keys are.  With
+    ``V_PAIRS`` the values' views are of uint16 (``attend``).  ``MAX_PIECES`` is 0 but in
+    batch-invariant mode.
     ``cuts_ptr`` and ``clock_ptr`` are of benchmarks alone (``tilewise.kernels.trace``).
     """
     if PDL:
@@ -306,8 +310,17 @@ def _decode_kernel(
 
         ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
         scale = scale_log2
-        if k_scale_ptr is not None:
+        k_scales_ptr = None
+        v_scales_ptr = None
+        if K_SCALE_STEP < 0:
+            if k_scale_ptr is not None:
+                k_scales_ptr = k_scale_ptr + kv_head
+            if v_scale_ptr is not None:
+                v_scales_ptr = v_scale_ptr + kv_head
+        elif k_scale_ptr is not None:
             scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
+        if ROTATED:
+            q = rotate_rows(q.to(tl.float32), BLOCK_M, HEAD_DIM).to(q.dtype)
         if ROW_SCALE:
             q, q_scale = fp16_rows(q)
             scale *= q_scale
@@ -358,6 +371,7 @@ def _decode_kernel(
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
+                "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
                 )  # fmt: skip
                 lo = inside
             split = tl.minimum(tl.maximum(full, lo), hi)
@@ -367,6 +381,7 @@ def _decode_kernel(
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
                 WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
+                "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
             )  # fmt: skip
         else:
             # Masked rows cost nothing here (the copies themselves skip them), so one loop will do.
@@ -378,6 +393,7 @@ def _decode_kernel(
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
             ROW_SCALE, V_PAIRS, 0, mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
+            "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
         )  # fmt: skip
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])

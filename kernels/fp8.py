@@ -19,6 +19,11 @@ FORMATS = ("", "e4m3", "e5m2", "e4m3_bits", "e5m2_bits")
 # are followed only once they have risen by that much.
 WEIGHT_SHIFT = tl.constexpr(7.0)
 
+# Weights rounded to e4m3 use its range: up to 2**8 of 448.  Where maxima may lag by FP8_SLACK
+# powers of two, so far below.  What e4m3 drops is then less than 2**-18 (2**-16) of the largest.
+FP8_SHIFT = tl.constexpr(8.0)
+FP8_SLACK = tl.constexpr(2.0)
+
 
 @triton.jit
 def decode_fp8(x, FORMAT: tl.constexpr):
@@ -103,6 +108,51 @@ def encode_fp8(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def fp8_operand(x, FORMAT: tl.constexpr):
+    """``x`` (fp32) rounded to e4m3, as operand of a matrix product.
+
+    Without the instructions (``e4m3_bits``) it comes as fp16 of the same values.
+    """
+    if FORMAT == "e4m3":
+        return x.to(tl.float8e4nv)
+    else:
+        tl.static_assert(FORMAT == "e4m3_bits")
+        return decode_fp8(encode_fp8(x, FORMAT), FORMAT)
+
+
+@triton.jit
+def stored_operand(x, FORMAT: tl.constexpr):
+    """Elements of an e4m3 cache, as operand of a matrix product with a ``fp8_operand``."""
+    if FORMAT == "e4m3":
+        return x
+    else:
+        tl.static_assert(FORMAT == "e4m3_bits")
+        return decode_fp8(x, FORMAT)
+
+
+@triton.jit
+def fp8_rows(q, FORMAT: tl.constexpr):
+    """``(rows, factor)``: ``q`` [BLOCK_M, BLOCK_D] as e4m3 rows times a power of two each.
+
+    The largest element of a row comes to lie between 128 and 256; what e4m3 drops is then less
+    than 2**-17 of it.
+    """
+    wide = q.to(tl.float32)
+    exponent = _exponents(wide)
+    inverse = ((254 + 7 - exponent) << 23).to(tl.float32, bitcast=True)
+    factor = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    return fp8_operand(wide * inverse[:, None], FORMAT), factor
+
+
+@triton.jit
+def _exponents(wide):
+    """Biased exponents of the rows' largest elements; see ``fp16_rows`` for the bounds."""
+    largest = tl.max(tl.abs(wide), 1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    return tl.minimum(tl.maximum(exponent, 127 - 64), 253)
+
+
+@triton.jit
 def fp16_rows(q):
     """``(rows, factor)``: ``q`` [BLOCK_M, BLOCK_D] as fp16 rows times a power of two each.
 
@@ -110,10 +160,8 @@ def fp16_rows(q):
     nothing that would show beside that element.
     """
     wide = q.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
     # Rows below 2**-64 count as if they reached it, so that no factor of a logit comes out as 0.
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.minimum(tl.maximum(exponent, 127 - 64), 253)
+    exponent = _exponents(wide)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
     return (wide * inverse[:, None]).to(tl.float16), factor

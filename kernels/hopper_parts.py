@@ -201,7 +201,10 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def _make_descriptor(
     x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
 ) -> TensorDescriptor:
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    elements = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv,
+    }  # fmt: skip
+    element = elements[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     return TensorDescriptor(x, shape, strides, block, layout)
 

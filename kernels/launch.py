@@ -149,8 +149,11 @@ class KvCache:
         An fp8 cache comes as bytes, uint8.
     format : str
         How those bytes are read (``tilewise.kernels.fp8``); "" for a cache in the queries' dtype.
-    k_scale, v_scale : Tensor[1] or Tensor[num_kv_heads], fp32, contiguous, or None
-        What an fp8 cache's values are multiplied with; None for 1.
+    k_scale, v_scale : Tensor[1], [num_kv_heads] or [num_pages, num_kv_heads], fp32, or None
+        Contiguous; what an fp8 cache's values are multiplied with; None for 1.  Both are of pages,
+        or neither is.
+    rotated : bool
+        Keys of an fp8 cache are rotated (``tilewise.kernels.hadamard``); queries have to be.
     rows_per_page : int
         0 for a paged cache.  Otherwise ``k`` and ``v`` are [1, num_kv_heads, rows, head_dim], a
         request's keys are consecutive rows, and kernels walk them as pages of so many.
@@ -162,6 +165,7 @@ class KvCache:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     rows_per_page: int = 0
+    rotated: bool = False
 
     @property
     def num_kv_heads(self) -> int:
@@ -189,10 +193,17 @@ class KvCache:
 
     @property
     def constants(self) -> dict[str, str | int]:
-        """``KV_FORMAT``, ``K_SCALE_STEP`` and ``V_SCALE_STEP`` of the kernels."""
-        steps = (int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
-        names = ("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP")
-        return dict(zip(names, (self.format, *steps), strict=True))
+        """``KV_FORMAT``, how scales lie, and whether keys are ``ROTATED``, for the kernels."""
+        steps = tuple(int(x is not None and x.numel() > 1) for x in (self.k_scale, self.v_scale))
+        if self.page_scales:
+            steps = (-1, -1)
+        names = ("KV_FORMAT", "K_SCALE_STEP", "V_SCALE_STEP", "ROTATED")
+        return dict(zip(names, (self.format, *steps, self.rotated), strict=True))
+
+    @property
+    def page_scales(self) -> bool:
+        """Whether an fp8 cache has a scale for every page and head."""
+        return any(x is not None and x.dim() == 2 for x in (self.k_scale, self.v_scale))
 
 
 def tma_strides(kv: KvCache) -> bool:

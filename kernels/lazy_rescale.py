@@ -1,6 +1,6 @@
 """Multiply an accumulator by its rows' factors, or not at all where all of a warp's are 1.
 
-Kernels that keep a stale maximum (``softmax_step`` with ``LAZY``) nearly always have factors of 1.
+Kernels that keep a stale maximum (``softmax_step`` with ``SLACK``) nearly always have factors of 1.
 Neither Triton nor Gluon has a branch of a single warp, hence assembly.  It looks at two factors of
 a thread only: those of its two rows in the layout of a warpgroup's matrix product, 16 rows a
 warp, whose registers alternate in pairs between the rows.  The tests hold the compiler to that.

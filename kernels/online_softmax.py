@@ -22,7 +22,7 @@ NEG_INF = tl.constexpr(float("-inf"))
 @triton.jit
 def softmax_step(
     qk, m_i, scale_log2, MASKED: tl.constexpr, ROW_SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    LAZY: tl.constexpr,
+    SLACK: tl.constexpr,
 ):  # fmt: skip
     """Advance the running maximum by one tile of logits.
 
@@ -30,16 +30,17 @@ def softmax_step(
     far, and the new maximum.  ``scale_log2`` must be positive; with ``ROW_SCALE`` there is one a
     row.  With ``MASKED`` a row may still have no visible key; its maximum stays -inf and the pivot
     0 keeps ``-inf - (-inf)`` away.  ``SHIFT`` keeps the pivot that far below the maximum, so that
-    weights reach up to ``2 ** SHIFT``; the sums do not mind which pivot they belong to.  ``LAZY``
-    keeps the old maximum while no weight exceeds ``2 ** 8``, so that ``alpha`` is nearly always 1.
+    weights reach up to ``2 ** SHIFT``; the sums do not mind which pivot they belong to.  A
+    ``SLACK`` above 0 keeps the old maximum while no weight exceeds ``2 ** (SHIFT + SLACK)``, so
+    that ``alpha`` is nearly always 1.
     """
     m_new = tl.max(qk, 1) * scale_log2
     if SHIFT != 0.0:
         # Of huge maxima a shift is lost in rounding, or comes out as more than it is.
         m_new = tl.where(tl.abs(m_new) < 2.0**20, m_new - SHIFT, m_new)
     m_new = tl.maximum(m_i, m_new)
-    if LAZY:
-        m_new = tl.where(m_new - m_i > 8.0, m_new, m_i)
+    if SLACK > 0:
+        m_new = tl.where(m_new - m_i > SLACK, m_new, m_i)
     if ROW_SCALE:
         scale_log2 = scale_log2[:, None]
     if MASKED:

@@ -7,12 +7,15 @@ diagonal, outside a window, past the last key; only tiles that touch one of thes
 Source: Dao, FlashAttention-2 (2023); packed GQA as in FA3.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend, keys_ahead, last_key, window_ranges
-from tilewise.kernels.fp8 import encode_fp8, fp16_rows
+from tilewise.kernels.fp8 import encode_fp8, fp8_rows, fp16_rows
+from tilewise.kernels.hadamard import rotate_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.masks import (
     KeyMask,
@@ -84,10 +87,12 @@ def _prefill_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_STEP: tl.constexpr,
     V_SCALE_STEP: tl.constexpr,
+    ROTATED: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     LAZY: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    FP8_DOT: tl.constexpr,
 ):
     """out = softmax(shape(q k^T) + mask) v; grid = (prefill tiles, KV heads).
 
@@ -103,7 +108,9 @@ def _prefill_kernel(
     A ``MASK`` stands for the causal one (``tilewise.kernels.masks``); with ``CAUSAL`` off.
 
     ``WINDOW`` is 0 for none; ``cap_log2``, ``sinks_ptr``, ``slopes_ptr`` and the scales of an fp8
-    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head.
+    cache are None for none.  Scales lie ``…_SCALE_STEP`` apart from head to head; -1 says
+    that every page has one of each head.  With ``FP8_DOT`` products are of fp8
+    operands (``attend``).  ``ROTATED`` turns queries as the cache's keys are.
     """
     slot = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -140,10 +147,23 @@ def _prefill_kernel(
     q_tile_ptr = q_ptr + tile_token * stride_q_t + tile_head * stride_q_h
     q = tl.load(q_tile_ptr + (q_rows[:, None] + offs_d[None, :]), mask=io_mask, other=0.0)
 
-    ROW_SCALE: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
-    if k_scale_ptr is not None:
+    BF16_ROWS: tl.constexpr = (KV_FORMAT != "") and (q.dtype == tl.bfloat16)
+    ROW_SCALE: tl.constexpr = BF16_ROWS or (FP8_DOT != "")
+    k_scales_ptr = None
+    v_scales_ptr = None
+    if K_SCALE_STEP < 0:
+        if k_scale_ptr is not None:
+            k_scales_ptr = k_scale_ptr + kv_head
+        if v_scale_ptr is not None:
+            v_scales_ptr = v_scale_ptr + kv_head
+    elif k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
-    if ROW_SCALE:
+    if ROTATED:
+        q = rotate_rows(q.to(tl.float32), BLOCK_M, HEAD_DIM).to(q.dtype)
+    if FP8_DOT != "":
+        q, q_scale = fp8_rows(q, KV_FORMAT)
+        scale_log2 *= q_scale
+    elif ROW_SCALE:
         q, q_scale = fp16_rows(q)
         scale_log2 *= q_scale
 
@@ -206,6 +226,7 @@ def _prefill_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
             WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
+            FP8_DOT, k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
         )  # fmt: skip
         begin = inside
     if first is None:
@@ -215,6 +236,7 @@ def _prefill_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, False, NUM_STAGES,
             WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
+            FP8_DOT, k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
         )  # fmt: skip
     else:
         # One loop, with masks: three would carry both bounds of every row through.
@@ -228,13 +250,14 @@ def _prefill_kernel(
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, LAST_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
         mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
+        FP8_DOT, k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
     )  # fmt: skip
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + tile_head + rows % GROUP_SIZE)
         acc, m_i, l_i = add_sink(acc, m_i, l_i, sink)
     out, lse = softmax_finish(acc, m_i, l_i)
-    if v_scale_ptr is not None:
+    if v_scale_ptr is not None and V_SCALE_STEP >= 0:
         out *= tl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
     if out_scale_ptr is not None:
         out = encode_fp8(tl.div_rn(out, tl.load(out_scale_ptr)), OUT_FORMAT)
@@ -283,6 +306,7 @@ def prefill_attention(
     tail_stages: int,
     use_tma: bool,
     lazy_rescale: bool,
+    fp8_dot: str = "",
 ) -> None:
     """Attend for every query tile of the plan and write ``out`` (and ``lse``) in place.
 
@@ -321,8 +345,15 @@ def prefill_attention(
         How that is rounded (``tilewise.kernels.fp8``).
     max_tiles : int
         Grid bound; programs past ``header[0]`` return at once.
+    fp8_dot : str
+        "" for products in the queries' dtype; "promoted" for products of fp8 operands that are
+        added in fp32 after every tile of keys, "plain" for those that are not.  The cache must be
+        e4m3.
     """
     num_q_heads, head_dim = q.shape[1], q.shape[2]
+    if fp8_dot and kv.format == "e4m3":
+        # In its own dtype, so that nothing stands between the copies and the products.
+        kv = replace(kv, k=kv.k.view(torch.float8_e4m3fn), v=kv.v.view(torch.float8_e4m3fn))
     flags = causal if isinstance(causal, torch.Tensor) else None
     if mask is not None:
         tail_stages = num_stages  # every tile is masked: no other loop is left to pipeline
@@ -344,7 +375,7 @@ def prefill_attention(
         SPANS_IN_WINDOW=spans is not None and spans_in_window,
         ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format,
         LAZY=block_m * block_d // (num_warps * 32) if lazy_rescale else 0,
-        **mask_constants(mask),
+        **mask_constants(mask), FP8_DOT=fp8_dot,
     )  # fmt: skip
     grid = (max_tiles, kv.num_kv_heads, 1)
     _launch_prefill(grid, args, constants, num_warps=num_warps, **kv.options)

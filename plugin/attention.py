@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from tilewise import counters, plan_rule, policy, prefix_rule
-from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of, split_cache
+from tilewise.checks import (
+    FP8_OUT,
+    SUPPORTED_DTYPES,
+    Checks,
+    check_fp8_options,
+    names_of,
+    split_cache,
+)
 from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.decode import decode_attention
@@ -101,6 +108,12 @@ class PagedAttention:
         same pages read these once (``tilewise.prefix_rule``); plans find them on the device.  For
         causal batches of two requests or more without spans; these take the plain decode.  Not
         with a window, ``batch_invariant``, heads of 512 or 64 query heads a KV head and more.
+    fp8_matmul : bool
+        Multiply an e4m3 cache as fp8 operands in the prefill, with queries and weights rounded to
+        e4m3 for it; decode waits for memory and keeps products of 16 bits.
+    rotated_keys : bool
+        Keys of an fp8 cache are written rotated (``write_kv_cache(rotated=True)``), so queries are
+        rotated as well: outliers cost less precision then.  ``head_dim`` a power of two.
     config : policy.Config, optional
         Tiles and worker count, instead of the policy's choice (tuning, tests).
 
@@ -135,6 +148,8 @@ class PagedAttention:
         batch_invariant: bool = False,
         shaped_logits: bool = False,
         shared_prefixes: bool = False,
+        fp8_matmul: bool = False,
+        rotated_keys: bool = False,
         config: policy.Config | None = None,
     ) -> None:
         if dtype not in SUPPORTED_DTYPES:
@@ -154,10 +169,12 @@ class PagedAttention:
         geometry = policy.Geometry(
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
+        check_fp8_options(fp8_matmul, rotated_keys, kv_dtype, head_dim)
         if config is None:
             config = policy.choose(
-                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits
-            )
+                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits,
+                fp8_matmul,
+            )  # fmt: skip
         elif config.geometry != geometry:
             raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
         if window is not None and window < 1:
@@ -168,6 +185,11 @@ class PagedAttention:
             raise UnsupportedConfig(
                 f"config has {config.pieces}, which batch_invariant={batch_invariant} does not take"
             )
+        if bool(config.fp8_dot) != fp8_matmul:
+            raise UnsupportedConfig(
+                f"config has fp8_dot={config.fp8_dot!r}, but fp8_matmul={fp8_matmul}; accepted: "
+                "both or neither"
+            )
         if batch_invariant:
             config = policy.batch_invariant(config)
         config = replace(config, window=window or 0)
@@ -176,19 +198,23 @@ class PagedAttention:
                 f"config has {config.prefixes}, which shared_prefixes={shared_prefixes} does not "
                 "take"
             )
+        if shared_prefixes and rotated_keys:
+            raise UnsupportedConfig("shared_prefixes with rotated_keys; accepted: one of them")
         if shared_prefixes and config.prefixes is None:
             device_kind = describe(self.device)
             config = prefix_rule.share_prefixes(config, device_kind, decode_query_len)
         self.config = config
         self.batch_invariant = batch_invariant
+        self.rotated_keys = rotated_keys
         self.window = window
         self.geometry = geometry
         self.dtype = dtype
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self._checks = Checks(
-            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens
-        )
+            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens,
+            rotated_keys,
+        )  # fmt: skip
         self._layouts: dict[tuple[object, ...], bool] = {}
         self._masks = MaskBuffers(max_num_reqs, max_num_tokens, self.device)
         self._id = next(_OBJECTS)
@@ -415,9 +441,10 @@ class PagedAttention:
             For causal plans only.
         alibi_sqrt : bool
             Take ALiBi's distances under a square root.
-        k_scale, v_scale : Tensor[], Tensor[1] or Tensor[num_kv_heads], fp32, optional
+        k_scale, v_scale : Tensor[], [1], [num_kv_heads] or [num_pages, num_kv_heads], fp32
             What an fp8 cache's keys and values are multiplied with, positive; read on the device
-            when the kernels run.  None for 1.
+            when the kernels run.  None for 1.  Those of pages: both or neither, ``page_size`` a
+            multiple of 64.
         spans : str
             What this layer makes of the plan's spans, if there are any: ``"whole"``, queries see
             all keys of their span; ``"windowed"``, but for those left of the layer's window;
@@ -563,6 +590,16 @@ class PagedAttention:
             )  # fmt: skip
             counters.add("launches", kernel="hopper_prefill")
             return
+        fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
+        if fp8 and not plain and not kv.page_scales:
+            from tilewise.kernels.hopper_prefill_fp8 import hopper_prefill_fp8_attention
+
+            hopper_prefill_fp8_attention(
+                out, lse, q, kv, *batch, block_n=fp8.block_n, num_stages=fp8.num_stages,
+                num_programs=min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads),
+            )  # fmt: skip
+            counters.add("launches", kernel="hopper_prefill_fp8")
+            return
         t = cfg.prefill
         prefill_attention(
             out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
@@ -573,7 +610,7 @@ class PagedAttention:
             block_q=cfg.prefill_block_q, block_m=t.block_m,
             block_n=t.block_n, block_d=t.block_d,
             num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale,
+            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale, fp8_dot=cfg.fp8_dot,
         )  # fmt: skip
         counters.add("launches", kernel="prefill")
 
@@ -648,22 +685,30 @@ class PagedAttention:
             return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
         pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
         tensors = (q, *pair) if out is None else (q, out, *pair)
-        same_pages = pair[0].shape[0] == pair[-1].shape[0]
+        pages = pair[0].shape[0]
+        same_pages = pages == pair[-1].shape[0]
         layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
         scales = (k_scale, v_scale)
         kinds = (x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in scales)
-        key = (len(pair), same_pages, out is None, *layouts, *kinds)
+        of_pages = any(x is not None and x.dim() == 2 for x in scales)
+        key = (len(pair), same_pages, out is None, of_pages and pages, *layouts, *kinds)
         aligned = self._layouts.get(key)
         if aligned is None:
             self._checks.rows("q", q, self.config)
             if out is not None:
                 self._checks.rows("out", out, self.config)
-            for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-                self._checks.kv_scale(name, scale)
+            self._checks.kv_scales(k_scale, v_scale, pages)
+            if of_pages and self._shared is not None:
+                raise PlanMismatch(
+                    "k_scale and v_scale of pages with shared_prefixes; accepted: of the tensor or "
+                    "of heads"
+                )
             kv = self._checks.cache(pair, scales)
             aligned = self._layouts[key] = tma_strides(kv)
         else:
-            kv = split_cache(pair, scales, self.geometry.head_dim, self._fp8_format)
+            kv = split_cache(
+                pair, scales, self.geometry.head_dim, self._fp8_format, self._checks.rotated
+            )
         for x in tensors:
             if x.device != self.device:
                 raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")

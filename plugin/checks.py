@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import plan_rule, policy
-from tilewise.errors import PlanMismatch
+from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.launch import KvCache
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PAGE_SCALES_STEP = 64  # a page with scales of its own holds whole key tiles of every kernel
 FP8_OUT = torch.float8_e4m3fn  # dtype of quantised outputs
 
 
@@ -24,13 +25,32 @@ def split_cache(
     scales: tuple[torch.Tensor | None, ...],
     head_dim: int,
     fp8_format: str,
+    rotated: bool = False,
 ) -> KvCache:
     """Views of keys and values, of one tensor with both in each row or of a pair."""
     if fp8_format:
         pair = tuple(x if x.dtype == torch.uint8 else x.view(torch.uint8) for x in pair)
     if len(pair) == 1:
         pair = (pair[0][..., :head_dim], pair[0][..., head_dim:])
-    return KvCache(pair[0], pair[1], fp8_format, scales[0], scales[1])
+    return KvCache(pair[0], pair[1], fp8_format, scales[0], scales[1], rotated=rotated)
+
+
+def check_fp8_options(
+    fp8_matmul: bool, rotated_keys: bool, kv_dtype: torch.dtype, head_dim: int
+) -> None:
+    """What multiplying and rotating an fp8 cache asks of it.
+
+    Raises
+    ------
+    UnsupportedConfig
+        Naming the option, what it met and what is accepted.
+    """
+    if fp8_matmul and kv_dtype != torch.float8_e4m3fn:
+        raise UnsupportedConfig(f"fp8_matmul with kv_dtype={kv_dtype}; accepted: float8_e4m3fn")
+    if rotated_keys and kv_dtype.itemsize != 1:
+        raise UnsupportedConfig(f"rotated_keys with kv_dtype={kv_dtype}; accepted: fp8")
+    if rotated_keys and head_dim & (head_dim - 1):
+        raise UnsupportedConfig(f"rotated_keys with head_dim={head_dim}; accepted: powers of two")
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,8 @@ class Checks:
         How an fp8 cache is read; "" without.
     device : torch.device
     max_num_reqs, max_num_tokens : int
+    rotated : bool
+        Whether keys of the cache are rotated.
     """
 
     geometry: policy.Geometry
@@ -54,6 +76,7 @@ class Checks:
     device: torch.device
     max_num_reqs: int
     max_num_tokens: int
+    rotated: bool = False
 
     def causal(self, causal: bool | torch.Tensor, num_reqs: int) -> None:
         """Whether queries see keys past their own: a flag, or one for each request."""
@@ -239,7 +262,7 @@ class Checks:
                     f"{name} is {x.dtype} on {x.device}; built for {names_of(accepted)} on "
                     f"{self.device}"
                 )
-        kv = split_cache(pair, scales, g.head_dim, self.fp8_format)
+        kv = split_cache(pair, scales, g.head_dim, self.fp8_format, self.rotated)
         for name, x in (("k cache", kv.k), ("v cache", kv.v)):
             expected = (g.num_kv_heads, g.page_size, g.head_dim)
             if x.dim() != 4 or tuple(x.shape[1:]) != expected or x.stride(3) != 1:
@@ -289,18 +312,38 @@ class Checks:
                 f"torch.float32 of shape () or (1,) on {self.device}"
             )
 
-    def kv_scale(self, name: str, x: torch.Tensor | None) -> None:
+    def kv_scales(
+        self, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, pages: int
+    ) -> None:
+        """Scales of an fp8 cache of so many pages."""
+        self.kv_scale("k_scale", k_scale, pages)
+        self.kv_scale("v_scale", v_scale, pages)
+        given = [x for x in (k_scale, v_scale) if x is not None]
+        if len({x.dim() == 2 for x in given}) > 1:
+            raise PlanMismatch(
+                f"k_scale and v_scale have shapes {[tuple(x.shape) for x in given]}; accepted: "
+                "both of pages, or neither"
+            )
+
+    def kv_scale(self, name: str, x: torch.Tensor | None, pages: int) -> None:
         """What the elements of an fp8 cache are multiplied with."""
         if x is None:
             return
         if not self.fp8_format:
             raise PlanMismatch(f"{name} is given for a cache of {self.kv_dtype}; accepted: None")
         heads = self.geometry.num_kv_heads
-        fits = x.shape in ((), (1,), (heads,)) and x.is_contiguous()
+        of_pages = x.shape == (pages, heads)
+        if of_pages and self.geometry.page_size % PAGE_SCALES_STEP:
+            raise PlanMismatch(
+                f"{name} of pages with page_size={self.geometry.page_size}; accepted: multiples "
+                f"of {PAGE_SCALES_STEP}"
+            )
+        fits = (of_pages or x.shape in ((), (1,), (heads,))) and x.is_contiguous()
         if not fits or x.dtype != torch.float32 or x.device != self.device:
             raise PlanMismatch(
                 f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; accepted: contiguous "
-                f"torch.float32 of shape (), (1,) or ({heads},) on {self.device}"
+                f"torch.float32 of shape (), (1,), ({heads},) or ({pages}, {heads}) on "
+                f"{self.device}"
             )
 
     def dtype_of(self, name: str, x: torch.Tensor) -> None:

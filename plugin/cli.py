@@ -17,6 +17,7 @@ import tilewise
 
 # Module with `main(argv) -> int` and a line for --help, by subcommand.
 _BENCHES = {
+    "fp8-accuracy": ("tilewise.bench.fp8_accuracy", "measure the error of fp8 attention"),
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
     "host": ("tilewise.bench.host", "time what a call costs on the host"),
     "ladder": ("tilewise.bench.ladder.command", "climb from naive attention to our kernels"),

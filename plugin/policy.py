@@ -21,6 +21,7 @@ PREFERRED_PAGE_SIZE = 64  # what vLLM is asked for: a key tile a page
 HOPPER_ROWS = 128  # of a tile of the Gluon prefill
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 MAX_GROUP_SIZE = 128
+FP8_DOTS = ("", "promoted", "plain")
 MAX_WIDE_GROUP_SIZE = 32  # of wide heads: a tile has no more rows, or it would spill
 
 
@@ -152,9 +153,10 @@ class HopperTiles:
 class Config:
     """Everything the plan and the kernels are launched with.
 
-    Where there is a ``hopper_prefill``, ``prefill`` is its plain twin: the same query tiles, for
-    layers whose logits or addresses the former does not take.  So is ``decode`` to a
-    ``hopper_decode``, and the faster one where a batch has many items (``decodes_few``).
+    Where there is a ``hopper_prefill``, or with ``fp8_dot`` a ``hopper_prefill_fp8``, ``prefill``
+    is its plain twin: the same query tiles, for layers whose logits or addresses the former does
+    not take.  So is ``decode`` to a ``hopper_decode``, and the faster one where a batch has many
+    items (``decodes_few``).
 
     ``num_workers`` decode programs on ``num_sms`` SMs share the batch's work, counted in key
     tiles; an item, one (request, KV head, query tile), costs ``item_overhead`` more than its
@@ -164,6 +166,9 @@ class Config:
 
     ``pieces`` says where items are cut in batch-invariant mode; None: where stretches of equal
     work end.
+
+    ``fp8_dot`` says how the prefill multiplies an e4m3 cache: "" as 16 bits, "promoted" as fp8
+    operands whose products are added in fp32 after every tile, "plain" without that (experiments).
 
     ``pdl`` lets decode start while the kernel before it ends (programmatic dependent launch).
 
@@ -179,10 +184,12 @@ class Config:
     item_overhead: int = 3
     window: int = 0
     hopper_prefill: HopperTiles | None = None
+    hopper_prefill_fp8: HopperTiles | None = None
     hopper_decode: HopperTiles | None = None
     pieces: Pieces | None = None
     pdl: bool = False
     prefixes: PrefixTiles | None = None
+    fp8_dot: str = ""
 
     def __post_init__(self) -> None:
         # Half of what int32 holds, so that the kernels' differences of positions cannot overflow.
@@ -193,11 +200,16 @@ class Config:
                 f"hopper_decode.block_n={self.hopper_decode.block_n}; accepted: the plan's, "
                 f"{self.decode.block_n}"
             )
-        t = self.prefill
-        if self.hopper_prefill and t.block_m != HOPPER_ROWS:
+        if self.fp8_dot not in FP8_DOTS:
             raise UnsupportedConfig(
-                f"prefill.block_m={t.block_m} beside hopper_prefill; accepted: {HOPPER_ROWS}"
+                f"fp8_dot={self.fp8_dot!r}; accepted: {', '.join(map(repr, FP8_DOTS))}"
             )
+        t = self.prefill
+        for name in ("hopper_prefill", "hopper_prefill_fp8"):
+            if getattr(self, name) and t.block_m != HOPPER_ROWS:
+                raise UnsupportedConfig(
+                    f"prefill.block_m={t.block_m} beside {name}; accepted: {HOPPER_ROWS}"
+                )
         if t.lazy_rescale and (
             t.block_m != 16 * t.num_warps or accumulators(t) not in LAZY_ACCUMULATORS
         ):
@@ -210,7 +222,7 @@ class Config:
     def prefill_block_q(self) -> int:
         """Query tokens of one prefill tile."""
         group = self.geometry.group_size
-        if self.hopper_prefill:
+        if self.hopper_prefill or self.hopper_prefill_fp8:
             group = next_power_of_2(group)  # its boxes are powers of two
         return self.prefill.block_m // group
 
@@ -281,6 +293,7 @@ def choose(
     decode_query_len: int = 1,
     window: int = 0,
     plain: bool = False,
+    fp8_matmul: bool = False,
 ) -> Config:
     """Pick tiles and worker count.
 
@@ -294,6 +307,13 @@ def choose(
         Keys a query may see, itself included; 0 for all.
     plain : bool
         Leave the Gluon kernels out (tests, comparisons).
+    fp8_matmul : bool
+        Multiply an e4m3 cache as fp8 operands in the prefill.
+
+    Raises
+    ------
+    UnsupportedConfig
+        Naming what the layer or the device has, and what is accepted.
     """
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
@@ -307,6 +327,11 @@ def choose(
         few = HopperTiles(decode.block_n, num_stages=3)
     hopper = None
     prefill = _prefill_tiles(geometry, device, window)
+    hopper_fp8 = None
+    if fp8_matmul:
+        prefill = _fp8_tiles(geometry, device)
+        if not plain and why_not_hopper_fp8(geometry, device, window) is None:
+            hopper_fp8 = _HOPPER_FP8_TILES
     if not plain and why_not_hopper(geometry, device, window) is None:
         hopper = _HOPPER_TILES[geometry.head_dim]
         prefill = _hopper_twin(geometry)
@@ -314,12 +339,14 @@ def choose(
         geometry=geometry,
         prefill=prefill,
         hopper_prefill=hopper,
+        hopper_prefill_fp8=hopper_fp8,
         decode=decode,
         hopper_decode=few,
         num_workers=device.num_sms * _workers_per_sm(decode, geometry, device),
         num_sms=device.num_sms,
         window=window,
         pdl=device.arch >= 90 and not device.interpreted,
+        fp8_dot="promoted" if fp8_matmul else "",
     )
 
 
@@ -335,16 +362,19 @@ _HOPPER_TILES = {
 _HOPPER_WINDOWS = {64: 1024, 128: 512, 256: 256}
 
 
-def _why_no_gluon(geometry: Geometry, device: Device) -> str | None:
-    """What both Gluon kernels ask of a device and of dtypes; None where it is there."""
+_HOPPER_FP8_TILES = HopperTiles(block_n=128, num_stages=3)  # of head size 128
+
+
+def _why_no_gluon(geometry: Geometry, device: Device, kv_size: int = 2) -> str | None:
+    """What all Gluon kernels ask of a device and of dtypes; None where it is there."""
     if device.interpreted:
         return "kernels in Gluon do not run in Triton's interpreter"
     if device.arch != 90:
         return f"compute capability {device.arch / 10} (accepted: 9.0)"
     if geometry.element_size != 2:
         return f"{geometry.element_size} bytes an element (accepted: 2)"
-    if geometry.kv_element_size != 2:
-        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: 2)"
+    if geometry.kv_element_size != kv_size:
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: {kv_size})"
     return None
 
 
@@ -377,6 +407,40 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
     if 0 < window < narrowest:
         return f"window {window} (accepted: none, or {narrowest} and more)"
     needed = _hopper_shared_memory(geometry.head_dim)
+    if needed > device.shared_memory:
+        return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
+    return None
+
+
+def why_not_hopper_fp8(geometry: Geometry, device: Device, window: int = 0) -> str | None:
+    """Why the Gluon prefill with fp8 operands does not serve a layer, or None where it does.
+
+    Parameters
+    ----------
+    geometry : Geometry
+    device : Device
+    window : int
+        Keys a query may see, itself included; 0 for all.
+
+    Returns
+    -------
+    str or None
+        What the layer or the device has, and what is accepted.
+    """
+    group, page, tiles = geometry.group_size, geometry.page_size, _HOPPER_FP8_TILES
+    if (why := _why_no_gluon(geometry, device, kv_size=1)) is not None:
+        return why
+    if geometry.head_dim != 128:
+        return f"head_dim {geometry.head_dim} (accepted: 128)"
+    if group > HOPPER_ROWS // 2:
+        return f"group size {group} (accepted: 1 to {HOPPER_ROWS // 2})"
+    if page != 64 and page % tiles.block_n:
+        return f"page_size {page} (accepted: 64 and multiples of {tiles.block_n})"
+    if window:
+        return f"window {window} (accepted: none)"
+    # Queries as they come and rounded; blocks of keys, of values and of turned values.
+    blocks = 3 * tiles.num_stages * tiles.block_n * geometry.head_dim
+    needed = 3 * HOPPER_ROWS * geometry.head_dim + blocks + 1024
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
     return None
@@ -497,6 +561,31 @@ def _is_narrow(window: int, geometry: Geometry) -> bool:
     narrowest = _HOPPER_WINDOWS[64 if geometry.block_d <= 64 else 128]
     whole = geometry.page_size % 32 == 0 and geometry.kv_element_size == 2
     return 0 < window < narrowest and whole
+
+
+def _fp8_tiles(geometry: Geometry, device: Device) -> Tiles:
+    """Tiles of a prefill that multiplies fp8 operands, those of the Gluon kernel's twin."""
+    d = geometry.block_d
+    if geometry.kv_element_size != 1:
+        raise UnsupportedConfig(
+            f"fp8_matmul with {geometry.kv_element_size} bytes an element of the cache; accepted: 1"
+        )
+    if device.arch < 89:
+        raise UnsupportedConfig(
+            f"fp8_matmul with compute capability {device.arch / 10}; accepted: 8.9 and later"
+        )
+    if d > HEAD_DIM_MAX:
+        raise UnsupportedConfig(
+            f"fp8_matmul with head_dim={geometry.head_dim}; accepted: up to {HEAD_DIM_MAX}"
+        )
+    if device.arch < 90 or geometry.group_size > HOPPER_ROWS:
+        return _prefill_tiles(geometry, device, window=0)
+    # Products are added to the accumulators by themselves, which takes as many registers again.
+    block_n = 64 if d <= 128 else 32
+    tiles = Tiles(HOPPER_ROWS, block_n, d, num_warps=8, num_stages=3, use_tma=True)
+    tiles = replace(tiles, use_tma=_tma_fits(tiles, geometry, device))
+    tiles = _fit(tiles, geometry, device)
+    return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
 
 
 def _wide_prefill_tiles(geometry: Geometry, device: Device) -> Tiles:

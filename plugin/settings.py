@@ -1,7 +1,7 @@
 """Settings from the environment; the only place that reads ``TILEWISE_*`` variables.
 
-Each field of ``Settings`` is one variable: ``TILEWISE_`` and the field's name in capitals. None of
-them changes what the kernels compute.
+Each field of ``Settings`` is one variable: ``TILEWISE_`` and the field's name in capitals. Only
+``fp8_attention`` changes what the kernels compute.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Settings:
     fallback : str
         ``auto``: layers that we do not compute go to a backend of vLLM that does. ``error``: vLLM
         does not start with such a layer.
+    fp8_attention : str
+        How layers with an e4m3 cache are computed. ``off``: with products of 16 bits. ``fp8``: the
+        prefill multiplies fp8 operands. ``rotated``: so it does, and keys are rotated before they
+        are stored, which outliers ask for.
     metrics_port : str
         ``off``, or ``HOST:PORT`` where the metrics are served besides vLLM's own ``/metrics``.
     metrics_dir : str
@@ -51,6 +55,7 @@ class Settings:
     any_vllm: bool = False
     cpu_platform: bool = False
     fallback: str = "auto"
+    fp8_attention: str = "off"
     metrics_port: str = side_port.OFF
     metrics_dir: str = "auto"
     self_check: bool = True
@@ -74,6 +79,15 @@ def _parse_fallback(name: str, text: str) -> str:
     return value
 
 
+def _parse_fp8(name: str, text: str) -> str:
+    value = text.strip().lower()
+    if value not in ("off", "fp8", "rotated"):
+        raise UnsupportedConfig(
+            f"{name}={text!r} is not a way to compute fp8 attention: use off, fp8 or rotated"
+        )
+    return value
+
+
 def _parse_folder(name: str, text: str) -> str:
     return text
 
@@ -84,6 +98,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "metrics_port": side_port.parse,
     "metrics_dir": _parse_folder,
     "fallback": _parse_fallback,
+    "fp8_attention": _parse_fp8,
     "self_check": _parse_switch,
     "shared_prefixes": _parse_switch,
 }

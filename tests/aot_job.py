@@ -22,8 +22,9 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
     q, _, kv = (heads or ["32/8"])[0].partition("/")
     twin, kv_size = "twin" in features, 1 if aot.kv_format(features) else 0
     config = aot.configured(
-        dtype, arch, head_dim, page_size, (int(q), int(kv)), sum(windows), kv_size, twin
-    )
+        dtype, arch, head_dim, page_size, (int(q), int(kv)), sum(windows), kv_size, twin,
+        fp8_matmul="fp8_dot" in features,
+    )  # fmt: skip
     if "invariant" in features:
         config = policy.batch_invariant(config)
     features = [f for f in features if f != "twin" and not f.startswith(("window=", "heads="))]

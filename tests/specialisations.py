@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ LAYER = {
     "arch": 90, "heads": [32, 8], "head_size": 128, "page": 64, "dtype": "bfloat16",
     "layout": "nhd", "max_num_reqs": 8, "max_num_tokens": 257, "window": None, "sinks": False,
     "soft_cap": None, "alibi": False, "kv_cache_dtype": "auto", "scales": 1, "pads": None,
-    "images": False, "quantised": False,
+    "images": False, "quantised": False, "fp8_attention": "off",
     "shared": False,  # whether requests may share pages
     "ranks": 1,  # that share every sequence's keys
     "batch_invariant": False,
@@ -61,6 +62,7 @@ def make_layer(spec: dict, device: torch.device):
         max_num_tokens=spec["max_num_tokens"], device=device, window=spec["window"],
         kv_dtype=impl.kv_dtype, batch_invariant=spec["batch_invariant"],
         decode_query_len=1 + spec["drafts"], shared_prefixes=spec["shared"],
+        fp8_matmul=impl.fp8_matmul, rotated_keys=impl.rotated_keys,
     )  # fmt: skip
     shape = (9, page, kv, 2 * size) if spec["layout"] == "nhd" else (9, kv, page, 2 * size)
     cache = torch.zeros(shape, dtype=dtype if impl.kv_dtype is None else torch.uint8, device=device)
@@ -201,6 +203,7 @@ def examine(spec: dict) -> dict:
     from tilewise.arch import ARCHITECTURES
     from tilewise.integration import start_up
 
+    os.environ["TILEWISE_FP8_ATTENTION"] = spec["fp8_attention"]
     recorder = Recorder(spec["arch"])
     attention.resolve = torch.device
     attention.describe = lambda device: ARCHITECTURES[spec["arch"]]

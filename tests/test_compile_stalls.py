@@ -45,6 +45,9 @@ LAYERS = {
         "head_size": 72,
         "window": 128,
     },
+    "fp8_products": {"kv_cache_dtype": "fp8", "fp8_attention": "fp8"},
+    "fp8_rotated": {"kv_cache_dtype": "fp8", "fp8_attention": "rotated", "quantised": True},
+    "fp8_products_64": {"kv_cache_dtype": "fp8", "fp8_attention": "rotated", "head_size": 64},
     "quantised": {"quantised": True},
     "quantised_fp8": {"quantised": True, "kv_cache_dtype": "fp8", "arch": 80},
     "images": {"images": True, "head_size": 256, "window": 1024},
@@ -127,6 +130,8 @@ def test_as_little_as_possible_is_compiled(results):
     assert "_prefill_kernel" not in results["llama"]["warmed"]
     assert set(results["fp8"]["warmed"].values()) == {1}
     assert "_prefill_kernel" in results["fp8"]["warmed"]
+    assert "_hopper_prefill_fp8_kernel" in results["fp8_products"]["warmed"]
+    assert "_prefill_kernel" not in results["fp8_products"]["warmed"]
     assert results["odd_heads_72"]["warmed"]["_write_kv_kernel"] == 4
     assert results["odd_heads_72"]["warmed"]["_decode_kernel"] == 2
 

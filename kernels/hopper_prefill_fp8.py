@@ -1,0 +1,502 @@
+"""Prefill for Hopper (sm_90) in Gluon with fp8 operands, over an e4m3 cache; head size 128.
+
+The maths are those of ``tilewise.kernels.prefill`` with ``FP8_DOT="promoted"``, its plain twin;
+tiles, rings and roles those of ``tilewise.kernels.hopper_prefill``, with two differences.
+
+* The matrix units read 8-bit operands along their inner dimension only, and for P V that is the
+  key: values have to be transposed.  A partition of four warps does it (``_transposer``), from the
+  ring that the copy engine fills into a ring that the consumers read: 8x8 matrices of 16 bits, two
+  columns each, are read transposed, and a byte permutation puts the keys of a column side by side.
+* A thread's weights, as they come out of Q K^T, are those of keys ``2c, 2c + 1, 8 + 2c, 9 + 2c`` of
+  every 16, where the next product wants four neighbours, ``4c .. 4c + 4``.  Instead of exchanging
+  weights the transposer writes keys in that order: key ``8 j + 2 c + b`` of 16 goes to place
+  ``4 c + 2 j + b``.
+
+Queries come as 16 bits; each consumer rotates them, if keys are rotated, and rounds them to e4m3
+in its prologue.  Products of one key block are added by the tensor cores, whose accumulator keeps
+some 14 bits, and blocks in fp32.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.hadamard import SEED
+from tilewise.kernels.hopper_parts import (
+    ROWS,
+    barriers,
+    block_pages,
+    describe,
+    mask,
+    partition_barrier,
+    publish,
+    rescale,
+    row_sums,
+    tma_load,
+)
+from tilewise.kernels.hopper_prefill import TILE_FIELDS, _add_sink, _read_tile, _store_rows
+from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.plan import COUNTERS
+
+# As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
+SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
+_SIGN_SEED = gl.constexpr(SEED.value)
+
+
+@gluon.jit
+def _copy_rows(
+    desc, pages_s, full, empty, ring, page0, page1, kv_head, slot,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy one block of keys or values, whose rows are as long as the swizzle, page by page."""
+    PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
+    stage = ring % STAGES
+    mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM)
+    at = stage * PIECES
+    tma_load(desc, [page0, kv_head, slot, 0], full.index(stage), pages_s.index(at))
+    if PIECES == 2:
+        tma_load(desc, [page1, kv_head, slot, 0], full.index(stage), pages_s.index(at + 1))
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
+    tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Announce tiles and copy their Q, K and V until the counter runs out."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _, t_full, t_empty = bars
+    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD  # of one warpgroup
+    num_programs = gl.num_programs(0)
+    num_tiles = gl.load(header_ptr)
+    total = num_tiles * NUM_KV_HEADS
+    turn = gl.program_id(0)
+    ring = 0
+    done = 0
+    while turn < total:
+        next_turn = num_programs + gl.atomic_add(counter_ptr, 1)
+        # One KV head after the other: its keys stay in L2 while all its tiles pass.
+        kv_head = turn // num_tiles
+        tile = turn % num_tiles
+        req = gl.load(tile_req_ptr + tile)
+        first_token = gl.load(tile_token_ptr + tile)
+        query_start = gl.load(query_start_loc_ptr + req)
+        query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
+        seq_len = gl.load(seq_lens_ptr + req)
+        first_pos = seq_len - query_len + first_token
+        last = gl.minimum(first_pos + 2 * TOKENS, seq_len)
+        blocks = gl.maximum((last + BLOCK_N - 1) // BLOCK_N, 1)
+
+        slot = done & 1
+        mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
+        publish(tile_s, slot, 0, query_start + first_token, TILE_FIELDS)
+        publish(tile_s, slot, 1, query_len - first_token, TILE_FIELDS)
+        publish(tile_s, slot, 2, first_pos, TILE_FIELDS)
+        publish(tile_s, slot, 3, seq_len, TILE_FIELDS)
+        publish(tile_s, slot, 4, kv_head, TILE_FIELDS)
+        publish(tile_s, slot, 5, blocks, TILE_FIELDS)
+        publish(tile_s, slot, 6, 0, TILE_FIELDS)
+        mbarrier.arrive(t_full.index(slot))
+
+        row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
+        page0, page1 = block_pages(row_ptr, blocks - 1, 0, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+        for group in gl.static_range(2):
+            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
+            token = query_start + first_token + group * TOKENS
+            tma_load(
+                q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
+            )
+        for n in range(blocks):
+            block = blocks - 1 - n
+            # One block ahead, so that no copy waits for a page id.
+            ahead = gl.maximum(block - 1, 0)
+            next0, next1 = block_pages(row_ptr, ahead, 0, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
+            in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
+            _copy_rows(
+                k_desc, k_pages_s, k_full, k_empty, ring, page0, page1, kv_head, in_page,
+                BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
+            )  # fmt: skip
+            _copy_rows(
+                v_desc, v_pages_s, v_full, v_empty, ring, page0, page1, kv_head, in_page,
+                BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
+            )  # fmt: skip
+            ring += 1
+            page0 = next0
+            page1 = next1
+        turn = next_turn
+        done += 1
+    # Tell the others that there is no further tile.
+    slot = done & 1
+    mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
+    publish(tile_s, slot, 5, 0, TILE_FIELDS)
+    mbarrier.arrive(t_full.index(slot))
+    # The last program to finish leaves the counters as it found them, for the next launch.
+    if gl.atomic_add(counter_ptr + 1, 1) == num_programs - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
+
+
+@gluon.jit
+def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr):
+    """64 keys of ``v_part`` [64, D / 2] into ``vt_part`` [D, 32], both of 16 bits a pair.
+
+    Rows at or past ``keys_left`` become 0: their weight is 0, but 0 * NaN is not.
+    """
+    # Key bits: 1 and 8 in a register's halves and its neighbour, 2 and 4 across lanes, as an 8x8
+    # matrix read transposed leaves them.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [8, 0], [0, 8], [0, 16], [0, 32]],
+        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+    pairs = v_part.load(layout)
+    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    pairs = gl.where(gl.expand_dims(row < keys_left, 1), pairs, 0)
+    # Two registers hold (column 0, column 1) of keys 2c, 2c + 1 and of 8 + 2c, 9 + 2c; then one
+    # holds column 0 of the four, the other column 1.
+    pairs = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=&r,r,r", [pairs],
+        dtype=gl.int16, is_pure=True, pack=4,
+    )  # fmt: skip
+    # [16 keys, column of two, c, b, pair of columns] -> [D, places / 2]
+    wide = gl.reshape(pairs, [4, 2, 4, 2, BLOCK_D // 2])
+    turned = gl.reshape(gl.permute(wide, (4, 1, 0, 2, 3)), [BLOCK_D, 32])
+    vt_part.store(turned)
+
+
+@gluon.jit
+def _transposer(
+    bars, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Turn every block of values for the consumers."""
+    _, _, _, _, v_full, v_empty, vt_full, vt_empty, t_full, t_empty = bars
+    ring = 0
+    done = 0
+    _, _, _, seq_len, _, blocks, _ = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD)
+    while blocks > 0:
+        for n in range(blocks):
+            stage = ring % STAGES
+            parity = (ring // STAGES) & 1
+            keys_left = seq_len - (blocks - 1 - n) * BLOCK_N
+            mbarrier.wait(v_full.index(stage), parity)
+            mbarrier.wait(vt_empty.index(stage), parity ^ 1)
+            for part in gl.static_range(BLOCK_N // 64):
+                _transpose_part(
+                    v_pairs_s.index(stage).slice(part * 64, 64),
+                    vt_pairs_s.index(stage).slice(part * 32, 32, dim=1),
+                    part * 64, keys_left, HEAD_DIM,
+                )  # fmt: skip
+            fence_async_shared()
+            partition_barrier()
+            mbarrier.arrive(v_empty.index(stage))
+            mbarrier.arrive(vt_full.index(stage))
+            ring += 1
+        done += 1
+        _, _, _, seq_len, _, blocks, _ = _read_tile(tile_s, t_full, t_empty, done, 0, GROUP_PAD)
+
+
+@gluon.jit
+def _rotate(x, D: gl.constexpr, STEPS: gl.constexpr):
+    """As ``tilewise.kernels.hadamard.rotate_rows``; a thread must hold whole rows."""
+    column = gl.arange(0, D, gl.SliceLayout(0, x.type.layout)).to(gl.uint32)
+    bits = (column + _SIGN_SEED) * 0x9E3779B1
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = bits ^ (bits >> 13)
+    x = x * gl.expand_dims(1.0 - 2.0 * (bits & 1).to(gl.float32), 0)
+    layout: gl.constexpr = x.type.layout
+    for _ in gl.static_range(STEPS):
+        a, b = gl.split(gl.reshape(x, [ROWS, D // 2, 2]))
+        x = gl.reshape(gl.permute(gl.join(a + b, a - b), (0, 2, 1)), [ROWS, D])
+        x = gl.convert_layout(x, layout)
+    return x * (D**-0.5)
+
+
+@gluon.jit
+def _round_queries(q_s, q8_s, HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, ROTATED: gl.constexpr):
+    """Round 64 rows of 16 bits to e4m3 in ``q8_s``; return each row's factor, a power of two."""
+    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM], [32, 1], [4, 1], [1, 0])
+    wide = q_s.load(layout).to(gl.float32)
+    if ROTATED:
+        wide = _rotate(wide.to(gl.float32), HEAD_DIM, STEPS)
+        # Rounded as the plain kernel does.
+        wide = wide.to(q_s.dtype).to(gl.float32)
+    largest = gl.max(gl.maximum(wide, -wide), 1)
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = gl.minimum(gl.maximum(exponent, 127 - 64), 253)
+    inverse = ((254 + 7 - exponent) << 23).to(gl.float32, bitcast=True)
+    factor = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+    q8_s.store((wide * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
+    fence_async_shared()
+    partition_barrier()
+    return factor
+
+
+@gluon.jit
+def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
+    """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2 - SHIFT)
+    m_new = gl.where(m_new - m > SLACK, m_new, m)
+    p = gl.exp2(s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    share = row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
+    return p, m_new, sums, alpha
+
+
+@gluon.jit
+def _weights(p, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Weights as e4m3 operand, keys in the transposer's order: nothing leaves its thread."""
+    p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, BLOCK_N // 16, 2, 4, 2])
+    p8 = gl.reshape(gl.permute(p8, (0, 1, 3, 2, 4)), [ROWS, BLOCK_N])
+    return gl.convert_layout(p8, layout)
+
+
+@gluon.jit
+def _consumer(
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s, q_token_s, q8_s,
+    k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STEPS: gl.constexpr,
+    HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr, ROTATED: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
+    q_full, q_empty, k_full, k_empty, _, _, vt_full, vt_empty, t_full, t_empty = bars
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
+    m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    q = q_s.index(GROUP)
+    q8 = q8_s.index(GROUP)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    zero_o = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+    ring = 0
+    done = 0
+    row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
+        tile_s, t_full, t_empty, 0, GROUP, GROUP_PAD
+    )
+    while blocks > 0:
+        mbarrier.wait(q_full.index(GROUP), done & 1)
+        factor = _round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
+        scale = gl.convert_layout(factor, m_layout) * scale_log2
+        if k_scale_ptr is not None:
+            scale *= gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
+        stage = ring % STAGES
+        mbarrier.wait(k_full.index(stage), (ring // STAGES) & 1)
+        s = warpgroup_mma(q8, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(stage))
+        # Block n is blocks - 1 - n; those from ``whole`` on lie below the diagonal.
+        whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
+        whole = gl.minimum(whole, blocks - 1)
+
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+        m = gl.full([ROWS], -1e30, gl.float32, m_layout)
+        sums = row_sums(zero, BLOCK_N)
+        # While one warpgroup takes exponentials, the other's products keep the matrix units busy.
+        for part in gl.static_range(2):
+            begin = 0 if part == 0 else whole
+            end = whole if part == 0 else blocks - 1
+            for n in range(begin, end):
+                v_stage = ring % STAGES
+                if part == 0:
+                    start = (blocks - 1 - n) * BLOCK_N
+                    s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, 0)
+                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
+                p8 = _weights(p, BLOCK_N, p_layout)
+                mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
+                pending = warpgroup_mma(
+                    p8, vt_s.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
+                )
+                ring += 1
+                stage = ring % STAGES
+                mbarrier.wait(k_full.index(stage), (ring // STAGES) & 1)
+                logits = warpgroup_mma(
+                    q8, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                acc = rescale(acc, alpha)
+                products = warpgroup_mma_wait(1, deps=[pending])
+                mbarrier.arrive(vt_empty.index(v_stage))
+                acc += products
+                s = warpgroup_mma_wait(0, deps=[logits])
+                mbarrier.arrive(k_empty.index(stage))
+        s = mask(s, first_pos, 0, GROUP_PAD, BLOCK_N, 0)
+        p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
+        p8 = _weights(p, BLOCK_N, p_layout)
+        v_stage = ring % STAGES
+        mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
+        pending = warpgroup_mma(
+            p8, vt_s.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
+        )
+        acc = rescale(acc, alpha)
+        acc += warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(vt_empty.index(v_stage))
+        ring += 1
+
+        total = gl.convert_layout(gl.sum(sums, 1), m_layout)
+        factor = 1.0
+        if sinks_ptr is not None:
+            m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
+        if v_scale_ptr is not None:
+            factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+        inverse = gl.where(total != 0.0, factor / total, 0.0)
+        acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+        _store_rows(
+            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
+            q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
+            NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
+        )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(GROUP))
+        done += 1
+        row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
+            tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
+        )
+
+
+_VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
+
+
+@gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
+def _hopper_prefill_fp8_kernel(
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, q_desc, k_desc, v_desc,
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr,
+    counter_ptr, scale_log2, stride_o_t, stride_o_h, stride_bt_b,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, K_SCALE_STEP: gl.constexpr,
+    V_SCALE_STEP: gl.constexpr, ROTATED: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    f8: gl.constexpr = gl.float8e4nv
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
+    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
+    gl.static_assert(HEAD_DIM == 128)  # a row is what the swizzle spans
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    q8_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], f8)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], f8)
+    vt_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD_DIM, BLOCK_N], f8)
+    pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [BLOCK_N, HEAD_DIM // 2], gl.int16
+    )
+    vt_pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [HEAD_DIM, BLOCK_N // 2], gl.int16
+    )
+    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_PAD, HEAD_DIM], q_desc.layout)
+    q_s = q_token_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
+    q8_s = gl.allocate_shared_memory(f8, [2, ROWS, HEAD_DIM], q8_layout)
+    k_s = gl.allocate_shared_memory(f8, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
+    v_s = gl.allocate_shared_memory(f8, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
+    vt_s = gl.allocate_shared_memory(f8, [STAGES, HEAD_DIM, BLOCK_N], vt_layout)
+    pieces: gl.constexpr = STAGES * (BLOCK_N // PAGE_ROWS)
+    k_pages_s = k_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, HEAD_DIM], k_desc.layout)
+    v_pages_s = v_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, HEAD_DIM], v_desc.layout)
+    v_pairs_s = v_s._reinterpret(gl.int16, [STAGES, BLOCK_N, HEAD_DIM // 2], pairs_layout)
+    vt_pairs_s = vt_s._reinterpret(gl.int16, [STAGES, HEAD_DIM, BLOCK_N // 2], vt_pairs_layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
+    bars = (
+        barriers(2, 1), barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
+        barriers(2, 1), barriers(2, 3),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s,
+                q_token_s, q8_s, k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 0,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
+                K_SCALE_STEP, V_SCALE_STEP, ROTATED,
+            )),
+            (_consumer, (
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s,
+                q_token_s, q8_s, k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 1,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
+                K_SCALE_STEP, V_SCALE_STEP, ROTATED,
+            )),
+            (_transposer, (
+                bars, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD, HEAD_DIM, BLOCK_N, STAGES,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
+                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
+                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES,
+            )),
+        ],
+        [4, 4, 1],
+        [224, 40, 24],
+    )  # fmt: skip
+
+
+_launch_hopper_prefill_fp8 = Launcher(_hopper_prefill_fp8_kernel)
+
+
+def hopper_prefill_fp8_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: KvCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    header: torch.Tensor,
+    tile_req: torch.Tensor,
+    tile_token: torch.Tensor,
+    logits: Logits,
+    *,
+    num_programs: int,
+    block_n: int,
+    num_stages: int,
+) -> None:
+    """Same contract as ``tilewise.kernels.prefill.prefill_attention`` with ``fp8_dot="promoted"``.
+
+    For tiles of 128 rows, an e4m3 cache and head_dim 128.  Windows, soft caps, ALiBi and scales of
+    pages are not computed; addresses and strides must suit the copy engine (``tma_strides``).
+
+    Parameters
+    ----------
+    header : Tensor[5], int32
+        The plan's; its last two are this kernel's counters, zero before and after every launch.
+    num_programs : int
+        Persistent programs: one an SM.
+    block_n, num_stages : int
+        Keys a block; blocks of K, of V and of turned V in flight.
+    """
+    head_dim, page_size = q.shape[2], kv.page_size
+    group_size = q.shape[1] // kv.num_kv_heads
+    group_pad = triton.next_power_of_2(group_size)
+    rows = (64 // group_pad, group_pad, head_dim)
+    page = (1, 1, min(page_size, block_n), head_dim)
+    k, v = (x.view(torch.float8_e4m3fn) for x in (kv.k, kv.v))
+    args = (
+        out, lse, logits.sinks, kv.k_scale, kv.v_scale, describe(out, rows), describe(q, rows),
+        describe(k, page), describe(v, page), query_start_loc, seq_lens, block_table,
+        header, tile_req, tile_token, header[COUNTERS:], logits.scale * LOG2E,
+        out.stride(0), out.stride(1), block_table.stride(0),
+    )  # fmt: skip
+    steps = kv.constants
+    constants = dict(
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
+        STEPS=head_dim.bit_length() - 1, PAGE_SIZE=page_size, HAS_LSE=lse is not None,
+        BLOCK_N=block_n, STAGES=num_stages, K_SCALE_STEP=steps["K_SCALE_STEP"],
+        V_SCALE_STEP=steps["V_SCALE_STEP"], ROTATED=kv.rotated,
+    )  # fmt: skip
+    _launch_hopper_prefill_fp8((num_programs, 1, 1), args, constants, num_warps=4)

@@ -107,15 +107,15 @@ def attend(
     ROW_SCALE: tl.constexpr,
     V_PAIRS: tl.constexpr,
     LAZY: tl.constexpr,
+    FP8_DOT: tl.constexpr = "",
+    k_scales_ptr=None,
+    v_scales_ptr=None,
+    SCALES_STEP: tl.constexpr = 0,
     mask_ptr=None,
     mask_row=None,
     mask_bound=None,
     MASK: tl.constexpr = NO_MASK,
     MASK_ROWS: tl.constexpr = NO_ROWS,
-    FP8_DOT: tl.constexpr = "",
-    k_scales_ptr=None,
-    v_scales_ptr=None,
-    SCALES_STEP: tl.constexpr = 0,
 ):
     """Online softmax over key tiles ``lo .. hi``; rows at position ``pos`` see keys <= ``last``.
 

@@ -371,7 +371,7 @@ def _decode_kernel(
                     stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                     HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, TAIL_STAGES,
                     WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, V_PAIRS, 0,
-                "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
+                    "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
                 )  # fmt: skip
                 lo = inside
             split = tl.minimum(tl.maximum(full, lo), hi)
@@ -392,8 +392,8 @@ def _decode_kernel(
             stride_k_p, stride_k_s, stride_v_p, stride_v_s,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True,
             TAIL_STAGES if USE_TMA else NUM_STAGES, WINDOW, ALIBI_SQRT, KV_FORMAT,
-            ROW_SCALE, V_PAIRS, 0, mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
-            "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
+            ROW_SCALE, V_PAIRS, 0, "", k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
+            mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
         )  # fmt: skip
         if V_PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])

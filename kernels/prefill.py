@@ -249,8 +249,8 @@ def _prefill_kernel(
         stride_k_p, stride_k_s, stride_v_p, stride_v_s,
         HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, USE_TMA, PRECISION, True, LAST_STAGES,
         WINDOW, ALIBI_SQRT, KV_FORMAT, ROW_SCALE, False, LAZY,
-        mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
         FP8_DOT, k_scales_ptr, v_scales_ptr, NUM_KV_HEADS,
+        mask_ptr, mask_row, mask_bound, MASK, MASK_ROWS,
     )  # fmt: skip
 
     if sinks_ptr is not None:

@@ -458,6 +458,9 @@ def prefix_decode_attention(
         *logits.arguments, kv.k_scale, kv.v_scale, out_scale,
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
     )  # fmt: skip
+    of_cache = kv.constants
+    if of_cache.pop("ROTATED") or of_cache["K_SCALE_STEP"] < 0 or of_cache["V_SCALE_STEP"] < 0:
+        raise ValueError("rotated keys, or scales of pages; accepted: neither")
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,
         HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, ITEM_OVERHEAD=item_overhead,
@@ -467,7 +470,7 @@ def prefix_decode_attention(
         NUM_STAGES=num_stages, TAIL_STAGES=tail_stages,
         SHARED_BLOCK_M=shared_block_m, SHARED_STAGES=shared_stages,
         LANES=max(shared_block_m, block_m, 32 * num_warps), PDL=pdl,
-        ALIBI_SQRT=logits.alibi_sqrt, **kv.constants, OUT_FORMAT=out_format, V_PAIRS=v_pairs,
+        ALIBI_SQRT=logits.alibi_sqrt, **of_cache, OUT_FORMAT=out_format, V_PAIRS=v_pairs,
     )  # fmt: skip
     options: dict[str, bool | int] = dict(kv.options)
     if pdl:

@@ -581,8 +581,8 @@ def _fp8_tiles(geometry: Geometry, device: Device) -> Tiles:
     if device.arch < 90 or geometry.group_size > HOPPER_ROWS:
         return _prefill_tiles(geometry, device, window=0)
     # Products are added to the accumulators by themselves, which takes as many registers again.
-    block_n = 64 if d <= 128 else 32
-    tiles = Tiles(HOPPER_ROWS, block_n, d, num_warps=8, num_stages=3, use_tma=True)
+    rows = HOPPER_ROWS if d <= 128 else max(64, next_power_of_2(geometry.group_size))
+    tiles = Tiles(rows, 64, d, num_warps=8, num_stages=3 if d <= 128 else 2, use_tma=True)
     tiles = replace(tiles, use_tma=_tma_fits(tiles, geometry, device))
     tiles = _fit(tiles, geometry, device)
     return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))

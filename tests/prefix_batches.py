@@ -22,7 +22,9 @@ def make_shared(case: Case, groups: Groups, device: str, seed: int = 0) -> Batch
     batch = make_batch(case, device, seed)
     for (first, *others), pages in groups:
         for member in others:
-            own = set(batch.block_table[member, :pages].tolist())
+            # Rows past a request's last page name no page.
+            named = batch.block_table[member, :pages].tolist()
+            own = {page for page in named if 0 <= page < len(batch.kv_cache)}
             kept = set(batch.block_table[first, :pages].tolist())
             batch.kv_cache[sorted(own - kept)] = float("nan")
             batch.block_table[member, :pages] = batch.block_table[first, :pages]

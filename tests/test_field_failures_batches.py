@@ -219,15 +219,18 @@ def test_d22_workspace_suffices_for_the_worst_batch(device):
         device=device, config=config, decode_query_len=5,
     )  # fmt: skip
     ints = {"dtype": torch.int32, "device": device}
-    table = torch.zeros((1, 2048), **ints).expand(512, 2048)
+    table = torch.zeros((1, 2049), **ints).expand(512, 2049)
     for query_len, seq_len in ((1, 131072), (5, 100_000), (16, 16), (16, 131072)):
+        seq_lens = torch.full((512,), seq_len, **ints)
+        seq_lens[0] += 64  # equal requests would leave a few workers out
         attn.plan(
-            torch.arange(513, **ints) * query_len, torch.full((512,), seq_len, **ints), table,
+            torch.arange(513, **ints) * query_len, seq_lens, table,
             num_tokens=512 * query_len, max_query_len=query_len,
         )  # fmt: skip
         tiles, active, total = attn._header[:3].tolist()
         assert (tiles, active) == (0, config.num_workers)
-        assert total == 512 * plan_rule.decode_units(query_len, seq_len, config)
+        units = [plan_rule.decode_units(query_len, n, config) for n in (seq_len + 64, seq_len)]
+        assert total == units[0] + 511 * units[1]
         ends = attn._worker_record[:, 1]
         assert ends[-1] == total
     assert attn._partial_m.shape[0] == 2 * config.num_workers

@@ -93,6 +93,7 @@ def test_instruction_and_arithmetic_agree():
     case = Case(LONG, 32, 8, 128, dtype=BF16, **FP8)
     batch = make_batch(case, "cuda")
     attn = make_attention(case, "cuda", fp8_matmul=True)
+    attn.config = dataclasses.replace(attn.config, hopper_prefill_fp8=None)
     plan_batch(attn, batch)
     rows = slice(0, batch.num_tokens)
     fast = attn.run(batch.q, batch.kv_cache, **batch.features)[rows].float()

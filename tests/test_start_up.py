@@ -376,10 +376,8 @@ def test_it_can_be_turned_off(device, monkeypatch):
     layer.bind_kv_cache(make_cache(device))
     assert checks() == (0, 0)
     monkeypatch.setenv("TILEWISE_SELF_CHECK", "perhaps")
-    layer = make_layer(device)
-    make_builder(device, layer)
     with pytest.raises(UnsupportedConfig, match="'perhaps' is not a switch"):
-        layer.bind_kv_cache(make_cache(device))
+        make_builder(device, make_layer(device))
 
 
 def test_random_numbers_of_the_server_are_not_used_up(device):

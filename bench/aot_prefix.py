@@ -12,9 +12,6 @@ from tilewise.kernels import prefix_decode, prefix_find
 
 KERNELS = ("prefix_decode", "prefix_keys", "prefix_groups", "prefix_plan")
 
-# What the kernel's plain twin knows and it does not.
-_LEFT_OUT = ("causal_ptr", "CAUSAL", "WINDOW", "PIECE_TILES", "MAX_PIECES")
-
 
 def configured(config: policy.Config, arch: int, decode_query_len: int = 1) -> policy.Config:
     """The configuration with tiles for what requests share on a GPU of ``arch``."""
@@ -40,9 +37,10 @@ def compile_prefix_decode(
         "LANES": max(prefixes.block_m, tiles.block_m, 32 * tiles.num_warps),
     }  # fmt: skip
     constants["BLOCK_R"], constants["BLOCK_P"] = config.merge_tile
-    for name in _LEFT_OUT:
-        signature.pop(name, None)
-        constants.pop(name, None)
+    # Its plain twin knows more: windows, masks, pieces.
+    known = prefix_decode._prefix_decode_kernel.arg_names
+    signature = {name: kind for name, kind in signature.items() if name in known}
+    constants = {name: value for name, value in constants.items() if name in known}
     options: dict[str, Any] = {"enable_fp_fusion": False} if aot.kv_format(features) else {}
     if prefixes.max_registers:
         options["maxnreg"] = prefixes.max_registers

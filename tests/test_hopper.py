@@ -20,7 +20,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 VARIANTS = [
     {"head_dim": 128, "page_size": 64, "group_size": 4},
-    {"head_dim": 64, "page_size": 128, "group_size": 8, "lse": True, "sinks": True, "window": 700},
+    {"head_dim": 64, "page_size": 128, "group_size": 8, "lse": True, "sinks": True, "window": 1100},
     {"head_dim": 128, "page_size": 256, "group_size": 64, "dtype": "fp16"},
     {"head_dim": 256, "page_size": 64, "group_size": 2},
     {"head_dim": 128, "page_size": 64, "group_size": 4, "window": 4096},
@@ -101,9 +101,9 @@ GPU_CASES = [
     Case(MIXED, sinks=2.0, **LLAMA),
     *(Case(MIXED, window=window, **LLAMA) for window in (512, 700, 1000, 4096, 2**30)),
     Case(((500, 3000), (33, 0)), page_size=256, **GPT_OSS),
-    Case(MIXED, window=513, **GPT_OSS),
-    Case(MANY, window=700, page_size=128, **GPT_OSS),
-    Case(((200, -50), (770, 0)), window=600, **GPT_OSS),
+    Case(MIXED, window=1025, **GPT_OSS),
+    Case(MANY, window=1100, page_size=128, **GPT_OSS),
+    Case(((200, -50), (770, 0)), window=1200, **GPT_OSS),
     Case(MIXED, **(LLAMA | {"num_q_heads": 28, "num_kv_heads": 4})),
     Case(MANY, sinks=0.5, window=530, **(LLAMA | {"num_q_heads": 15, "num_kv_heads": 3})),
     Case(((500, 3000), (33, 0), (21, 500)), 9, 3, 64, dtype=FP16, page_size=128),
@@ -242,11 +242,14 @@ def test_the_policy_says_why_not(geometry, device, reason):
 
 
 def test_narrow_windows_stay_with_the_plain_kernel():
+    for head_dim, narrowest in ((64, 1024), (128, 512), (256, 256)):
+        geometry = policy.Geometry(64, 8, head_dim, 64, 2)
+        for window in (0, 1, 128, narrowest - 1, narrowest):
+            taken = window in (0, narrowest)
+            config = policy.choose(geometry, HOPPER, window=window)
+            assert (config.hopper_prefill is not None) == taken
+            assert (policy.why_not_hopper(geometry, HOPPER, window) is None) == taken
     geometry = policy.Geometry(64, 8, 64, 64, 2)
-    for window, taken in ((0, True), (1, False), (128, False), (511, False), (512, True)):
-        config = policy.choose(geometry, HOPPER, window=window)
-        assert (config.hopper_prefill is not None) == taken
-        assert (policy.why_not_hopper(geometry, HOPPER, window) is None) == taken
     plain = policy.choose(geometry, HOPPER, window=128, plain=True)
     assert policy.choose(geometry, HOPPER, window=128) == plain
 

@@ -59,7 +59,7 @@ def test_variants():
     assert asked(*gluon, "--features", "softcap") == []
     assert asked(*gluon, "--page-size", "16") == []
     assert asked(*gluon, "--window", "128") == []
-    assert len(asked(*gluon, "--features", "sinks", "--window", "700")) == 2
+    assert len(asked(*gluon, "--features", "sinks", "--window", "1100")) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_the_command_compiles():
 
 def test_the_gluon_kernel_with_what_layers_ask_of_it():
     done = run(
-        "--kernel", "hopper_prefill", "prefill", "--head-size", "64", "--window", "700",
+        "--kernel", "hopper_prefill", "prefill", "--head-size", "64", "--window", "1100",
         "--features", "sinks", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     gluon, plain = json.loads(done.stdout)["variants"]
     for row in (gluon, plain):
-        assert row["features"] == "sinks+window=700"
+        assert row["features"] == "sinks+window=1100"
         assert row["wgmma"] > 0
     # Two consumers and the warps that load; the plain kernel is its stand-in, of as many rows.
     assert gluon["threads"] > plain["threads"] == 256

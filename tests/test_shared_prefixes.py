@@ -79,7 +79,7 @@ CASES = {
     # All begin with 5 pages, and some go on together: the deeper groups are taken.
     "tree": (
         Case(MANY, num_q_heads=8, num_kv_heads=1),
-        [(tuple(range(12)), 5), ((1, 4, 6), 9), ((2, 5, 9), 9)], 3,
+        [(tuple(range(12)), 7), ((1, 4, 6), 9), ((2, 5, 9), 9)], 3,
     ),
     "a_whole_request": (
         Case(((1, 640), (1, 640), (1, 704)), num_q_heads=8), [((0, 1, 2), 10)], 1

@@ -26,6 +26,10 @@ NO_MASK = tl.constexpr("")
 NO_ROWS = tl.constexpr(0)
 
 
+# Triton 3.6 takes no string for the default of a constant.
+NO_FP8_DOT = tl.constexpr("")
+
+
 @triton.jit
 def window_ranges(begin, end, last_pos, full, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Cut the tiles ``begin .. end`` of a window: ``(begin, inside, full)``.
@@ -107,7 +111,7 @@ def attend(
     ROW_SCALE: tl.constexpr,
     V_PAIRS: tl.constexpr,
     LAZY: tl.constexpr,
-    FP8_DOT: tl.constexpr = "",
+    FP8_DOT: tl.constexpr = NO_FP8_DOT,
     k_scales_ptr=None,
     v_scales_ptr=None,
     SCALES_STEP: tl.constexpr = 0,

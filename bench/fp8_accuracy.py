@@ -13,7 +13,7 @@ Technical Report (2024), for the accumulator.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tilewise.attention import PagedAttention
+from tilewise.bench import report
 from tilewise.device import fp8_format
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.kernels.hadamard import rotation
@@ -282,10 +283,13 @@ def retrieval(draws: int, keys: int, dim: int, device: str) -> dict[str, float]:
     return {name: sum(shares) / draws for name, shares in found.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables, and keep them with ``--json``."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line of ``tilewise bench fp8-accuracy``."""
     parser = argparse.ArgumentParser(
-        prog="tilewise bench fp8-accuracy", description="Measure the error of fp8 attention."
+        prog="tilewise bench fp8-accuracy",
+        description=str(__doc__),
+        epilog="Exit codes: 0; 2 for a wrong command line or no GPU.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu in Triton's interpreter")
     parser.add_argument("--keys", type=int, default=16384, help="keys of the inputs with outliers")
@@ -294,21 +298,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--needle-keys", type=int, default=65536)
     parser.add_argument("--draws", type=int, default=100, help="needles; 0 for none")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    args = parser.parse_args(argv)
-    result: dict[str, Any] = {"options": {k: str(v) for k, v in vars(args).items()}}
-    result["rmse"] = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
-    plain = result["rmse"]["per tensor"]
-    print(f"RMSE against fp64, {args.keys} keys with outliers")
-    for name, error in result["rmse"].items():
-        print(f"  {name:20s} {error:.3e}  {plain / error:.2f}x lower")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
+    parser.add_argument("--commit", help="to record, where the checkout has no git folder")
+    parser.add_argument("--json", action="store_true", help="print the result, not tables")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both tables, and keep them with ``--out``.
+
+    Returns
+    -------
+    int
+        0; 2 for a wrong command line or no GPU.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser().parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device; accepted without: --device cpu", file=sys.stderr)
+        return 2
+    env = report.describe_environment(["tilewise", "bench", "fp8-accuracy", *argv], args.commit)
+    if args.device == "cuda":
+        env |= report.describe_gpu()
+    rmse = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
+    rows: list[report.Row] = [
+        {"measure": "rmse", "name": name, "keys": args.keys, "value": error}
+        for name, error in rmse.items()
+    ]
     if args.draws:
-        result["needle"] = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
-        print(f"needles found among {args.needle_keys} keys, {args.draws} draws")
-        for name, share in result["needle"].items():
-            print(f"  {name:20s} {100 * share:.0f} %")
+        needles = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
+        rows += [
+            {"measure": "needles found", "name": name, "keys": args.needle_keys, "value": share}
+            for name, share in needles.items()
+        ]
+    if args.out is not None:
+        report.write_result(args.out, env, rows)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(report.result_text(env, rows))
+        return 0
+    print(f"RMSE against fp64, {args.keys} keys with outliers")
+    for row in rows:
+        if row["measure"] == "rmse":
+            better = rmse["per tensor"] / row["value"]
+            print(f"  {row['name']:20s} {row['value']:.3e}  {better:.2f}x lower")
+    if args.draws:
+        print(f"needles found among {args.needle_keys} keys, {args.draws} draws")
+        for row in rows:
+            if row["measure"] != "rmse":
+                print(f"  {row['name']:20s} {100 * row['value']:.0f} %")
     return 0
 
 

@@ -459,7 +459,8 @@ def prefix_decode_attention(
         out.stride(0), out.stride(1), q.stride(0), q.stride(1), *strides, block_table.stride(0),
     )  # fmt: skip
     of_cache = kv.constants
-    if of_cache.pop("ROTATED") or of_cache["K_SCALE_STEP"] < 0 or of_cache["V_SCALE_STEP"] < 0:
+    of_pages = any(x is not None and x.dim() == 2 for x in (kv.k_scale, kv.v_scale))
+    if of_cache.pop("ROTATED") or of_pages:
         raise ValueError("rotated keys, or scales of pages; accepted: neither")
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=num_q_heads // kv.num_kv_heads,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -298,3 +299,14 @@ def test_off_by_default(device):
     assert attn.config.fp8_dot == ""
     plan_batch(attn, batch)
     check(batch, attn.run(batch.q, batch.kv_cache, **batch.features))
+
+
+def test_the_accuracy_command(tmp_path, capsys, device):
+    out = tmp_path / "accuracy.json"
+    sizes = ["--keys", "256", "--queries", "8", "--heads", "1", "--draws", "0"]
+    words = ["--device", device.type, *sizes, "--out", str(out)]
+    assert accuracy.main(words) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["rows"]}
+    assert {"per tensor", "per block", "per block, rotated"} <= set(rows)
+    assert all(0 < value < 1 for value in rows.values())
+    assert "per tensor" in capsys.readouterr().out

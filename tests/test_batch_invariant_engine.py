@@ -29,6 +29,7 @@ def run(folder, device, switch: str) -> tuple[dict, list, list]:
     return result, [pair for (pair,) in pairs[:-1]], pairs[-1]
 
 
+@pytest.mark.slow
 def test_a_prompt_gets_the_same_bits_alone_and_among_others(tmp_path, device):
     result, alone, together = run(tmp_path, device, "1")
     assert result["backends"] == ["TilewiseBackend"]

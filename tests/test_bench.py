@@ -234,6 +234,7 @@ def test_missing_peers_say_why():
     assert known["cudnn"].unsupported(BY_NAME["dec_b8_4k"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dec_prefix_b64_32k", "dec_prefix_4x16_32k"])
 def test_requests_of_a_group_begin_with_the_same_pages(name, device):
     """With the keys that they would have in their own; shared or not, results are right."""

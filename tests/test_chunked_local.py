@@ -120,6 +120,7 @@ def test_chunks_match_reference(case, device):
     run_and_check(case, device)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 150)), min_size=1, max_size=4),
@@ -203,6 +204,7 @@ def test_a_specs_chunk_counts_where_vllm_merges_specs(device):
     assert builder.attn.max_num_reqs == most_requests(8, 256, 32)
 
 
+@pytest.mark.slow
 def test_chunks_decide_the_tokens_of_the_model_zoo(tmp_path):
     """So that equal tokens there say that chunks are seen."""
     model = tiny_zoo.write("llama4", tmp_path / "model")

@@ -257,6 +257,7 @@ def check_half_precision(result: dict, reference: Reference) -> None:
     assert not window.agrees, str(window)
 
 
+@pytest.mark.slow
 def test_bf16_tokens_agree(tmp_path):
     shape = TinyLlama(head_dim=128, dtype=torch.bfloat16, seed=2)
     result, reference = half_precision_job(shape, tmp_path)

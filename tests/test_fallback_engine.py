@@ -102,6 +102,7 @@ def compare_windowed(
     return compare(greedy_reference(plain, prompts, num_tokens, dtype), tokens)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_model_whose_alternate_layers_fall_back(tmp_path, monkeypatch, device):
     """Layers 0 and 2 by TRITON_ATTN: in fp32, which FLASHINFER and FLASH_ATTN do not take."""
     plain, model = write_models(TinyLlama(num_layers=4), tmp_path)

@@ -77,6 +77,7 @@ class AttentionLayer(AttentionLayerBase):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
 def test_tokens_equal_hugging_face_over_a_rounded_cache(kv_cache_dtype, tmp_path, monkeypatch):
     """And differ from those over the model's own cache, or the test would show nothing."""

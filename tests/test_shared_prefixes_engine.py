@@ -13,6 +13,7 @@ TOKENS = 6
 PROMPTS = prompts_of([1, 30, 17, 60], shared=400) + prompts_of([5, 90], seed=1)
 
 
+@pytest.mark.slow
 def test_prompts_with_a_prefix_share_it_and_keep_their_tokens(tmp_path):
     """In chunks, with prefix caching, beside prompts that share nothing; then from the cache."""
     model = TinyLlama(num_heads=4, num_kv_heads=1, head_dim=32).write(tmp_path / "model")

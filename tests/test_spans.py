@@ -89,6 +89,7 @@ def spanned_requests(draw):
     return tuple(requests), tuple(spans)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     batch=spanned_requests(),

@@ -147,6 +147,7 @@ def test_cuts_that_are_none():
 # -- the kernel under every cut -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["spec8_b8_32k", "dec_fp8_b8_4k"])
 def test_every_cut_gives_the_result(name, device):
     """In the interpreter cases shrink, and get more splits than they have tiles."""

@@ -38,7 +38,11 @@ def job_of(model, kv_cache_dtype="auto", **extra):
 
 @pytest.mark.parametrize(
     ("kernel", "runner", "cache"),
-    [("prefill", "v1", "auto"), ("decode", "v2", "auto"), ("decode", "v2", "fp8")],
+    [
+        ("prefill", "v1", "auto"),
+        ("decode", "v2", "auto"),
+        pytest.param("decode", "v2", "fp8", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_kernel_stops_the_start(model, kernel, runner, cache, tmp_path):
     job = job_of(model, cache, broken=kernel)
@@ -49,6 +53,7 @@ def test_a_wrong_kernel_stops_the_start(model, kernel, runner, cache, tmp_path):
     assert "TILEWISE_SELF_CHECK=0 starts it all the same" in said
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_serves_when_nobody_looks(model, tmp_path):
     """Hence it was the check that stopped the others."""
     job = job_of(model, broken="decode")

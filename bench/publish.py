@@ -15,6 +15,7 @@ from tilewise.marked import replace_between, write_or_check
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HEADINGS = {
     "tilewise": "tilewise", "tilewise_plain": "plain Triton only",
+    "tilewise_shared": "shared prefixes", "flashinfer_cascade": "FlashInfer's cascade",
     "tilewise_fp8": "fp8 products", "tilewise_fp8_plain": "fp8 products, plain Triton",
     "tilewise_p16": "pages of 16",
     "fa3": "FLASH_ATTN (FA3)", "fa3_best": "FA3 at its best", "flashinfer": "FLASHINFER",

@@ -25,6 +25,7 @@ OUR_VARIANTS = (
     "tilewise_plain",
     "tilewise_fp8",
     "tilewise_fp8_plain",
+    "tilewise_shared",
     "TILEWISE",
     "CUSTOM",
 )

@@ -22,12 +22,9 @@ from tilewise.kernels.online_softmax import softmax_step
 from tilewise.kernels.paged_kv import load_tile, load_tile_tma, tile_pages
 
 # Triton 3.6 takes no plain values as defaults.
+NO_FP8_DOT = tl.constexpr("")
 NO_MASK = tl.constexpr("")
 NO_ROWS = tl.constexpr(0)
-
-
-# Triton 3.6 takes no string for the default of a constant.
-NO_FP8_DOT = tl.constexpr("")
 
 
 @triton.jit

@@ -33,7 +33,8 @@ def workers_beside(units: int, blocks: int, config: Config) -> int:
 def active_workers(total: int, items: int, config: Config, most: int = 0, longest: int = 0) -> int:
     """How many of ``most`` workers (0: all) share ``total`` units of ``items`` items.
 
-    ``longest`` are the units of the longest item, if they matter: of more items than workers.
+    ``longest`` is the number of units of the longest item; it tells whether all are alike, which
+    matters where items outnumber workers.  0: they are not, or it is not known.
 
     With ``w`` workers each walks ``total / w`` units and whoever finishes an item merges about
     ``w / items`` pieces.  A unit costs about as much as sixteen merged pieces, so the sum is least
@@ -66,9 +67,10 @@ def prefill_blocks(query_len: int, seq_len: int, config: Config) -> int:
 def decode_workers(
     num_reqs: int, total: int, items: int, longest: int, blocks: int | None, config: Config
 ) -> int:
-    """How many workers decode a batch of ``total`` units and ``items``, the ``longest`` of so many.
+    """How many workers decode a batch of ``total`` units in ``items`` items.
 
-    ``blocks`` are the prefill's, of one KV head; None where the batch has no prefill.
+    ``longest`` is the number of units of the longest item; ``blocks`` are the prefill's, of one KV
+    head; None where the batch has no prefill.
     """
     most = most_workers(num_reqs, config)
     if blocks is not None and config.beside[1]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefix_batches import make_shared, planned, poison_shared, run_shared, twin
 
 from tilewise import PagedAttention, plan_rule, policy, prefix_rule
-from tilewise.errors import UnsupportedConfig
+from tilewise.errors import PlanMismatch, UnsupportedConfig
 
 # numpy's remark on the poison that masked tiles read and select away; the GPU has no such voice.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -343,6 +343,21 @@ def test_bad_arguments_are_named(device):
     config = make_attention(case, str(device), shared_prefixes=True).config
     with pytest.raises(UnsupportedConfig, match="shared_prefixes=False"):
         make_attention(case, str(device), config=config)
+    cached = dataclasses.replace(case, kv_dtype=torch.float8_e4m3fn, dtype=FP16)
+    with pytest.raises(UnsupportedConfig, match="shared_prefixes with rotated_keys"):
+        make_attention(cached, str(device), shared_prefixes=True, rotated_keys=True)
+
+
+def test_scales_of_pages_are_refused(device):
+    """Packed queries of several requests would meet the scales of one request's pages."""
+    case = Case(TAILS, kv_dtype=torch.float8_e4m3fn, dtype=FP16, page_size=64)
+    batch = make_shared(case, [], str(device))
+    attn = make_attention(case, str(device), shared_prefixes=True)
+    plan_batch(attn, batch)
+    of_pages = torch.ones(batch.kv_cache.shape[0], case.num_kv_heads, device=device)
+    scales = {"k_scale": of_pages, "v_scale": of_pages}
+    with pytest.raises(PlanMismatch, match="of pages with shared_prefixes"):
+        attn.run(batch.q, batch.kv_cache, **(batch.features | scales))
 
 
 def test_the_workspace_counts_its_buffers(device):

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from tilewise import policy
 from tilewise.arch import ARCHITECTURES as DEVICES
+from tilewise.bench import sass
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
@@ -47,7 +48,9 @@ ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Resources:
     """What one compiled kernel takes: registers of a thread, bytes, counts of instructions.
 
-    ``spill_bytes`` counts stores and loads of a thread, ``threads`` those of a program.
+    ``spill_bytes`` counts stores and loads of a thread, ``threads`` those of a program.  ``unset``
+    names uniform registers that are read without a write on the way: a miscompilation by ptxas
+    (``tilewise.bench.sass``).
     """
 
     kernel: str
@@ -63,6 +66,7 @@ class Resources:
     shared_bytes: int
     wgmma: int
     tma: int
+    unset: tuple[str, ...] = ()
 
 
 def _compile(
@@ -365,6 +369,8 @@ def report(
     g = config.geometry
     registers, spill_bytes = measure(compiled, arch)
     ptx = compiled.asm["ptx"]
+    # Blackwell has other instructions than tilewise.bench.sass knows.
+    unset = sass.unset_uniforms(sass.of(compiled)) if arch < 100 else []
     if config.window:
         features = (*features, f"window={config.window}")
     if config.pieces:
@@ -373,7 +379,7 @@ def report(
         kernel, arch, g.head_dim, g.page_size, g.group_size, dtype, "+".join(features),
         threads(compiled),
         registers, spill_bytes, compiled.metadata.shared, ptx.count("wgmma.mma_async"),
-        ptx.count("cp.async.bulk.tensor"),
+        ptx.count("cp.async.bulk.tensor"), tuple(unset),
     )  # fmt: skip
 
 

@@ -6,10 +6,7 @@ It must run without ``TRITON_INTERPRET``.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -19,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tilewise import policy
 from tilewise.arch import ARCHITECTURES
+from tilewise.bench import sass
 from tilewise.bench.aot import Resources, measure, threads
 from tilewise.errors import UnsupportedConfig
 from tilewise.kernels import hopper_decode, hopper_prefill, hopper_prefill_fp8
@@ -167,16 +165,7 @@ def main_loops(compiled: Any) -> list[dict[str, int]]:
 
     A loop is what lies between a backward branch and its target.
     """
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    code = [
-        (int(m[1], 16), m[2])
-        for m in re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", listing)
-    ]  # fmt: skip
+    code = [(x.address, f"{x.opcode} {x.operands}") for x in sass.of(compiled)]
     spans = []
     for address, text in code:
         target = re.search(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)", text)
@@ -214,7 +203,7 @@ def resources(
         kernel, 90, head_dim, page_size, group_size, dtype, "+".join(features),
         threads(compiled),
         *measure(compiled, 90), compiled.metadata.shared, ptx.count("wgmma.mma_async"),
-        ptx.count("cp.async.bulk.tensor"),
+        ptx.count("cp.async.bulk.tensor"), tuple(sass.unset_uniforms(sass.of(compiled))),
     )  # fmt: skip
 
 
@@ -230,5 +219,5 @@ def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
         "registers": registers, "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg"),
-        "loops": main_loops(compiled),
+        "loops": main_loops(compiled), "unset": sass.unset_uniforms(sass.of(compiled)),
     }  # fmt: skip

@@ -211,7 +211,10 @@ def batch_invariant(config: Config) -> Config:
         return config
     t = config.decode
     pieces = choose_pieces(config.geometry.num_kv_heads, t.block_m, t.block_n, t.block_d)
-    return replace(config, pieces=pieces)
+    if t.block_d > 128 and config.geometry.page_size % t.block_n:
+        # Every row looks up its page, and pieces take registers too: a stage less leaves them.
+        t = replace(t, num_stages=min(t.num_stages, 2))
+    return replace(config, decode=t, pieces=pieces)
 
 
 def choose(

@@ -16,8 +16,9 @@ from tilewise.policy import Config, cdiv
 from tilewise.prefix_tiles import PrefixTiles
 
 # Rows of a shared tile: the fewest that a warpgroup multiplies at once on Hopper; where products
-# are of single warps, rows that leave registers for what reads a tile.
-SHARED_ROWS, FEWER_ROWS = 64, 32
+# are of single warps, rows that leave registers for what reads a tile; and where arithmetic makes
+# numbers of an fp8 cache's bytes, so that fewer are left.
+SHARED_ROWS, FEWER_ROWS, FEWEST_ROWS = 64, 32, 16
 
 REGISTERS = 65536  # of an SM
 RESERVED_BYTES = 1024  # of shared memory, for each program
@@ -93,8 +94,19 @@ def share_prefixes(config: Config, device: policy.Device, decode_query_len: int 
 
 def _rows(config: Config, device: policy.Device) -> int:
     """Rows of a shared tile."""
-    wide = device.arch >= 90 and config.geometry.element_size == 2
-    return SHARED_ROWS if wide else FEWER_ROWS
+    geometry = config.geometry
+    fp8 = geometry.kv_element_size == 1 and geometry.element_size == 2
+    if fp8 and device.arch < 89 and geometry.block_d <= 64:
+        return FEWEST_ROWS
+    if device.arch < 90 or geometry.element_size != 2:
+        return FEWER_ROWS
+    if device.arch >= 100 and geometry.block_d > 128:
+        return FEWER_ROWS  # with more, accumulators leave no registers
+    if fp8 and geometry.block_d <= 64:
+        # A warpgroup's product would take its values' even columns from where the keys lay, and
+        # ptxas 12.8 forgets to compute that address (tilewise.bench.sass finds it).
+        return FEWER_ROWS
+    return SHARED_ROWS
 
 
 def _shared_bytes(config: Config, device: policy.Device, stages: int) -> int:

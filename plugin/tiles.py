@@ -25,6 +25,9 @@ LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_res
 # measured faster (bench/NOTES.md).
 HOPPER_WINDOWS = {64: 1024, 128: 512, 256: 256}
 
+# Tensor cores multiply fp8 in steps of as many elements: of a head for logits, of keys for outputs.
+FP8_DEPTH = 32
+
 
 def hopper_twin(geometry: Geometry) -> Tiles:
     """Plain tiles over the rows of the Gluon prefill's."""
@@ -94,12 +97,20 @@ def fp8_tiles(geometry: Geometry, device: Device) -> Tiles:
         raise UnsupportedConfig(
             f"fp8_matmul with compute capability {device.arch / 10}; accepted: 8.9 and later"
         )
-    if d > HEAD_DIM_MAX:
+    if not FP8_DEPTH <= d <= HEAD_DIM_MAX:
         raise UnsupportedConfig(
-            f"fp8_matmul with head_dim={geometry.head_dim}; accepted: up to {HEAD_DIM_MAX}"
+            f"fp8_matmul with head_dim={geometry.head_dim}; accepted: {FP8_DEPTH // 2 + 1} to "
+            f"{HEAD_DIM_MAX}"
         )
     if device.arch < 90 or geometry.group_size > HOPPER_ROWS:
-        return prefill_tiles(geometry, device, window=0)
+        tiles = prefill_tiles(geometry, device, window=0)
+        if tiles.block_n < FP8_DEPTH:
+            raise UnsupportedConfig(
+                f"fp8_matmul with head_dim={geometry.head_dim}, {geometry.group_size} heads a KV "
+                f"head and {device.shared_memory} bytes of shared memory; accepted: what leaves "
+                f"room for {FP8_DEPTH} keys a step"
+            )
+        return tiles
     # Products are added to the accumulators by themselves, which takes as many registers again.
     rows = HOPPER_ROWS if d <= 128 else max(64, next_power_of_2(geometry.group_size))
     tiles = Tiles(rows, 64, d, num_warps=8, num_stages=3 if d <= 128 else 2, use_tma=True)

@@ -54,3 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: the GPU, or CPU tensors for the interpreter."""
     return torch.device("cuda" if HAS_GPU and not INTERPRETED else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back(request):
+    """Processes that test side by side share the GPU: what a test took is free for the others."""
+    yield
+    if HAS_GPU and torch.cuda.is_initialized() and request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()

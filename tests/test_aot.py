@@ -246,6 +246,12 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     return 160 if arch < 90 else 64
 
 
+# What decides which kernels are compiled, beside the kernels.
+POLICY_MODULES = (
+    "arch", "geometry", "pieces", "policy", "prefix_rule", "prefix_tiles", "tiles",
+)  # fmt: skip
+
+
 @pytest.fixture
 def cache(pytestconfig):
     """Where results are kept between runs: a folder that git ignores."""
@@ -262,10 +268,9 @@ def compile_variants(variants, cache, tmp_path, old_triton=False):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
     kernels = sorted((ROOT / "kernels").glob("*.py"))
-    sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in ("policy", "arch", "pieces"))]
-    sources += [ROOT / f"plugin/{name}.py" for name in ("prefix_rule", "prefix_tiles")]
-    sources += [ROOT / "bench/aot_prefix.py"]
-    sources += [ROOT / "bench/aot.py", TESTS / "aot_job.py"]
+    sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in POLICY_MODULES)]
+    sources += [ROOT / f"bench/{name}.py" for name in ("aot", "aot_prefix", "sass")]
+    sources.append(TESTS / "aot_job.py")
     for source in sources:
         digest.update(source.read_bytes())
     probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
@@ -298,6 +303,8 @@ def check_budget(rows, variants):
             over.append(f"spills {r['spill_bytes']} > {budget}: {r}")
         if r["shared_bytes"] > SHARED_LIMIT[r["arch"]]:
             over.append(f"shared memory {r['shared_bytes']}: {r}")
+        if r["unset"]:
+            over.append(f"ptxas left registers unset: {r}")
         if r["kernel"].endswith("decode") and r["dtype"] != "fp32":
             programs = DECODE_PROGRAMS[r["arch"]] if r["head_dim"] <= 256 else 1
             if r["registers"] * r["threads"] * programs > 65536:

@@ -1,8 +1,10 @@
-"""Which GPU tests show each native feature, and whether they passed: ``gpu_cells.py FILE.xml ...``.
+"""Which GPU tests show each native feature, and whether they passed: ``gpu_cells.py FILE ...``.
+
+A FILE is JUnit's, or what ``pytest -v`` printed: a run that was cut leaves no other.
 
 ``ROWS`` has every native row of the support table, ``OTHERS`` what is promised besides. A cell is
 shown when each of its tests has a case that passed and none that failed. Of a case that is in
-several JUnit files the last one counts. Exit status: 0 if every cell is shown, else 1.
+several files the last one counts. Exit status: 0 if every cell is shown, else 1.
 
 ``gpu_cells.py --readme`` writes the list into ``tests/README.md``; ``test_gpu_cells`` keeps both
 in step with the tests.
@@ -11,6 +13,7 @@ in step with the tests.
 from __future__ import annotations
 
 import argparse
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -248,19 +251,44 @@ class Outcome:
         return (said or "not run") + (f": {', '.join(self.failed)}" if self.failed else "")
 
 
+# Lines of `pytest -v`, alone and of several processes.
+_CASE = r"tests/(?P<case>\S+\.py::\w+(?:\[.*\])?)"
+_STATE = r"(?P<state>PASSED|FAILED|ERROR|SKIPPED)"
+VERBOSE = (re.compile(rf"{_CASE} {_STATE}\b"), re.compile(rf"\] {_STATE} {_CASE}"))
+STATES = {"PASSED": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped"}
+
+
 def read(paths: Iterable[Path]) -> dict[tuple[str, str], str]:
-    """State of every case in JUnit files: ``{(file::test, id): passed, failed or skipped}``."""
+    """State of every case: ``{(file::test, id): passed, failed or skipped}``."""
     found: dict[tuple[str, str], str] = {}
     for path in paths:
-        for case in ET.parse(path).iter("testcase"):
-            module = case.get("classname", "").rpartition(".")[2]
-            name, _, parameters = case.get("name", "").partition("[")
-            state = "passed"
-            if case.find("failure") is not None or case.find("error") is not None:
-                state = "failed"
-            elif case.find("skipped") is not None:
-                state = "skipped"
-            found[f"{module}.py::{name}", parameters.removesuffix("]")] = state
+        found |= read_junit(path) if path.suffix == ".xml" else read_verbose(path)
+    return found
+
+
+def read_verbose(path: Path) -> dict[tuple[str, str], str]:
+    """As ``read``, from what ``pytest -v`` printed."""
+    found: dict[tuple[str, str], str] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        match = next(filter(None, (pattern.search(line) for pattern in VERBOSE)), None)
+        if match:
+            name, _, parameters = match["case"].partition("[")
+            found[name, parameters.removesuffix("]")] = STATES[match["state"]]
+    return found
+
+
+def read_junit(path: Path) -> dict[tuple[str, str], str]:
+    """As ``read``, from one JUnit file."""
+    found: dict[tuple[str, str], str] = {}
+    for case in ET.parse(path).iter("testcase"):
+        module = case.get("classname", "").rpartition(".")[2]
+        name, _, parameters = case.get("name", "").partition("[")
+        state = "passed"
+        if case.find("failure") is not None or case.find("error") is not None:
+            state = "failed"
+        elif case.find("skipped") is not None:
+            state = "skipped"
+        found[f"{module}.py::{name}", parameters.removesuffix("]")] = state
     return found
 
 
@@ -311,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the module's head."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "junit", nargs="*", type=Path, help="JUnit files of GPU hosts, oldest first"
+        "junit", nargs="*", type=Path, help="JUnit files, or logs, of GPU hosts; oldest first"
     )
     parser.add_argument("--readme", action="store_true", help="write the list into tests/README.md")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing")
@@ -321,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         new = replace_between(old, BEGIN, END, section())
         return write_or_check(README, old, new, "tests/gpu_cells.py", args.check)
     if not args.junit:
-        parser.error("no JUnit file; accepted: one or more, or --readme")
+        parser.error("no file; accepted: one or more, or --readme")
     states = read(args.junit)
     lines, whole = report(states)
     print("\n".join(lines))

@@ -115,3 +115,19 @@ def test_a_cell_is_shown_when_all_of_its_tests_are(tmp_path, capsys, monkeypatch
     with pytest.raises(SystemExit):
         gpu_cells.main([])
     assert "accepted: one or more, or --readme" in capsys.readouterr().err
+
+
+def test_what_a_run_that_was_cut_had_printed(tmp_path):
+    log = tmp_path / "cut.log"
+    log.write_text(
+        "tests/test_a.py::test_one PASSED                         [  9%]\n"
+        "tests/test_a.py::test_two[x-1 of 2] \n"
+        "[gw0] [ 12%] PASSED tests/test_a.py::test_two[x-1 of 2] \n"
+        "[gw1] [ 99%] FAILED tests/test_b.py::test_three \n"
+        "tests/test_b.py::test_four rc 124\n"
+    )
+    assert read([log]) == {
+        ("test_a.py::test_one", ""): "passed",
+        ("test_a.py::test_two", "x-1 of 2"): "passed",
+        ("test_b.py::test_three", ""): "failed",
+    }

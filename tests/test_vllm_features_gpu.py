@@ -30,7 +30,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 JOB_TIMEOUT = 300
-SIDE_BY_SIDE = 4
+SIDE_BY_SIDE = 9
+# vLLM compares the free memory of the whole GPU before and after a sleep.
+ALONE = ("sleep", "sleep_alibi")
 
 ENGINE = {
     "attention_backend": "TILEWISE",
@@ -164,18 +166,21 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(folder) -> Iterator[Callable[[str], dict]]:
-    """Give the result of an engine by name, waiting for it."""
+    """Give the result of an engine by name, waiting for it: the first who asks starts it."""
     jobs = make_jobs(folder)
     results: dict[str, Future] = {}
-    # vLLM compares the free memory of the whole GPU before and after a sleep.
-    with ThreadPoolExecutor(1) as alone:
-        for name in ("sleep", "sleep_alibi"):
-            results[name] = alone.submit(jobs[name].run, folder / f"{name}_job")
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        for name, job in jobs.items():
+
+        def start(name: str) -> None:
+            results[name] = pool.submit(jobs[name].run, folder / f"{name}_job")
+
+        def result(name: str) -> dict:
             if name not in results:
-                results[name] = pool.submit(job.run, folder / f"{name}_job")
-        yield lambda name: results[name].result()
+                for other in (name,) if name in ALONE else jobs.keys() - ALONE:
+                    start(other)
+            return results[name].result()
+
+        yield result
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ _BENCHES = {
         "cut decodes in three ways, same kernel: time and idle SMs",
     ),
 }
+_TUNE = ("tilewise.bench.tune", "measure tiles of the plain kernels into a table (developers)")
 _DOCTOR = ("tilewise.integration.doctor", "say what would run here, and what is wrong")
 _EXTRA = "pip install 'tilewise[bench]'"
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilewise {tilewise.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help=_DOCTOR[1], add_help=False)
+    commands.add_parser("tune", help=f"{_TUNE[1]} (needs {_EXTRA})", add_help=False)
     bench = commands.add_parser("bench", help=f"benchmarks (needs {_EXTRA})")
     suites = bench.add_subparsers(dest="suite", required=True, metavar="SUITE")
     for name, (_, text) in _BENCHES.items():
@@ -77,13 +79,14 @@ def _run(argv: Sequence[str] | None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if args.command == "doctor":
         return int(importlib.import_module(_DOCTOR[0]).main(rest))
-    module_name = _BENCHES[args.suite][0]
+    name = "tune" if args.command == "tune" else f"bench {args.suite}"
+    module_name = _TUNE[0] if args.command == "tune" else _BENCHES[args.suite][0]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("tilewise"):
             raise
-        print(f"tilewise bench {args.suite} needs {error.name}: {_EXTRA}", file=sys.stderr)
+        print(f"tilewise {name} needs {error.name}: {_EXTRA}", file=sys.stderr)
         return 2
     return int(module.main(rest))
 

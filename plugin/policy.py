@@ -7,6 +7,7 @@ are chosen in ``tilewise.tiles``; the rule by which lengths become tiles and spl
 
 from dataclasses import dataclass, replace
 
+from tilewise import tuned
 from tilewise.errors import UnsupportedConfig
 from tilewise.geometry import (
     DECODE_MAX_QUERY_LEN,
@@ -224,6 +225,7 @@ def choose(
     window: int = 0,
     plain: bool = False,
     fp8_matmul: bool = False,
+    table: tuned.Table | None = None,
 ) -> Config:
     """Pick tiles and worker count.
 
@@ -239,12 +241,17 @@ def choose(
         Leave the Gluon kernels out (tests, comparisons).
     fp8_matmul : bool
         Multiply an e4m3 cache as fp8 operands in the prefill.
+    table : tuned.Table, optional
+        Measured tiles, which go before the rule's; by default those that came with this version,
+        and none in the interpreter.
 
     Raises
     ------
     UnsupportedConfig
         Naming what the layer or the device has, and what is accepted.
     """
+    if table is None:
+        table = tuned.NONE if device.interpreted else tuned.checked_in()
     if not 1 <= decode_query_len <= DECODE_MAX_QUERY_LEN:
         raise UnsupportedConfig(
             f"decode_query_len={decode_query_len}; accepted: 1 to {DECODE_MAX_QUERY_LEN}"
@@ -255,8 +262,12 @@ def choose(
     few = None
     if not plain and why_not_hopper_decode(geometry, device, decode) is None:
         few = HopperTiles(decode.block_n, num_stages=3)
+    else:
+        decode = table.choose("decode", decode, geometry, device)
     hopper = None
     prefill = prefill_tiles(geometry, device, window)
+    if not window:
+        prefill = table.choose("prefill", prefill, geometry, device)
     hopper_fp8 = None
     if fp8_matmul:
         prefill = fp8_tiles(geometry, device)

@@ -56,7 +56,7 @@ def prefill_tiles(geometry: Geometry, device: Device, window: int) -> Tiles:
             tiles = replace(tiles, block_n=32, num_stages=2)
         elif d <= 64:
             tiles = replace(tiles, block_m=128, num_warps=8)
-        if not _tma_fits(tiles, geometry, device):
+        if not tma_fits(tiles, geometry, device):
             tiles = Tiles(128, 64, d, num_warps=8, num_stages=3, use_tma=False)
     elif device.arch >= 90:
         # Tiles that are converted on the way lie in registers once.
@@ -73,9 +73,9 @@ def prefill_tiles(geometry: Geometry, device: Device, window: int) -> Tiles:
             tiles = replace(tiles, num_warps=8)
     else:
         tiles = Tiles(128, 32, d, num_warps=8, num_stages=2, use_tma=False)
-    tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+    tiles = replace(tiles, use_tma=tiles.use_tma and tma_fits(tiles, geometry, device))
     tiles = _fit(tiles, geometry, device)
-    lazily = _can_rescale_lazily(tiles, geometry, device) and not _is_narrow(window, geometry)
+    lazily = can_rescale_lazily(tiles, geometry, device) and not _is_narrow(window, geometry)
     return replace(tiles, lazy_rescale=lazily)
 
 
@@ -114,9 +114,9 @@ def fp8_tiles(geometry: Geometry, device: Device) -> Tiles:
     # Products are added to the accumulators by themselves, which takes as many registers again.
     rows = HOPPER_ROWS if d <= 128 else max(64, next_power_of_2(geometry.group_size))
     tiles = Tiles(rows, 64, d, num_warps=8, num_stages=3 if d <= 128 else 2, use_tma=True)
-    tiles = replace(tiles, use_tma=_tma_fits(tiles, geometry, device))
+    tiles = replace(tiles, use_tma=tma_fits(tiles, geometry, device))
     tiles = _fit(tiles, geometry, device)
-    return replace(tiles, lazy_rescale=_can_rescale_lazily(tiles, geometry, device))
+    return replace(tiles, lazy_rescale=can_rescale_lazily(tiles, geometry, device))
 
 
 def _wide_prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
@@ -128,14 +128,14 @@ def _wide_prefill_tiles(geometry: Geometry, device: Device) -> Tiles:
     if geometry.element_size == 4:
         return Tiles(MAX_WIDE_GROUP_SIZE, 16, d, num_warps=8, num_stages=1, use_tma=False)
     tiles = Tiles(32, 32, d, num_warps=8, num_stages=2, use_tma=True, tail_stages=2)
-    if not _tma_fits(tiles, geometry, device):
+    if not tma_fits(tiles, geometry, device):
         return replace(tiles, use_tma=False, tail_stages=1)
     if device.arch >= 100 and geometry.kv_element_size == 2:
         tiles = replace(tiles, block_m=64)
     return tiles
 
 
-def _can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
+def can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     """Whether accumulators lie as ``tilewise.kernels.lazy_rescale`` expects: 16 rows a warp.
 
     With fewer than 128 columns there is too little to save: it measured slower.
@@ -173,7 +173,7 @@ def decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> T
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if row_bytes <= 128 and not fp8:
         tiles = replace(tiles, tail_stages=3)
-    if not _tma_fits(tiles, geometry, device):
+    if not tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
         if geometry.page_size % block_n and block_m == 16 and not fp8:
             # Every row looks up its page: smaller tiles leave registers for a third program.
@@ -191,7 +191,7 @@ def _wide_decode_tiles(geometry: Geometry, device: Device) -> Tiles:
     tiles = Tiles(16, 32, d, num_warps=8, num_stages=3, use_tma=True, tail_stages=2)
     if geometry.kv_element_size == 1 and device.arch >= 90 and geometry.page_size % 64 == 0:
         tiles = replace(tiles, block_n=64, num_stages=2)  # half the bytes a key
-    if not _tma_fits(tiles, geometry, device):
+    if not tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
     return _fit(tiles, geometry, device)
 
@@ -210,7 +210,7 @@ def workers_per_sm(tiles: Tiles, geometry: Geometry, device: Device) -> int:
     return max(1, min(wanted, device.shared_memory // shared_memory(tiles, geometry)))
 
 
-def _tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
+def tma_fits(tiles: Tiles, geometry: Geometry, device: Device) -> bool:
     """Whether one key tile lies inside one page, on a device with the copy engine."""
     return device.arch >= 90 and geometry.page_size % tiles.block_n == 0
 
@@ -229,7 +229,7 @@ def _fit(tiles: Tiles, geometry: Geometry, device: Device) -> Tiles:
             tiles = replace(tiles, num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
-            tiles = replace(tiles, use_tma=tiles.use_tma and _tma_fits(tiles, geometry, device))
+            tiles = replace(tiles, use_tma=tiles.use_tma and tma_fits(tiles, geometry, device))
         elif tiles.block_m > fewest_rows:
             tiles = replace(tiles, block_m=tiles.block_m // 2)
         else:

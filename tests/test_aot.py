@@ -248,7 +248,7 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
 
 # What decides which kernels are compiled, beside the kernels.
 POLICY_MODULES = (
-    "arch", "geometry", "pieces", "policy", "prefix_rule", "prefix_tiles", "tiles",
+    "arch", "geometry", "pieces", "policy", "prefix_rule", "prefix_tiles", "tiles", "tuned",
 )  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def compile_variants(variants, cache, tmp_path, old_triton=False):
     kernels = sorted((ROOT / "kernels").glob("*.py"))
     sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in POLICY_MODULES)]
     sources += [ROOT / f"bench/{name}.py" for name in ("aot", "aot_prefix", "sass")]
-    sources.append(TESTS / "aot_job.py")
+    sources += [ROOT / "plugin/tuned.json", TESTS / "aot_job.py"]
     for source in sources:
         digest.update(source.read_bytes())
     probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]

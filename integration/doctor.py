@@ -128,18 +128,20 @@ def diagnose(args: argparse.Namespace) -> Report:
         options = Options(
             args.dtype, args.kv_cache_dtype, args.block_size, args.tensor_parallel_size, capability
         )
-        server = Server(args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens)
+        ours = _settings(found)
+        server = Server(
+            args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens,
+            ours.shared_prefixes, ours.fp8_attention,
+        )  # fmt: skip
         model = examine(load_config(args.model), options, server, device, args.model)
-        problems += model_problems(model, _fallback(found))
+        problems += model_problems(model, ours.fallback)
     return Report(tuple(problems), versions, gpus, registered, found, model)
 
 
-def _fallback(found: tuple[checks.Setting, ...]) -> str:
-    """What ``TILEWISE_FALLBACK`` asks for; the default where it cannot be read."""
-    name = settings.PREFIX + "FALLBACK"
-    unreadable = any(setting.name == name and setting.problem for setting in found)
-    value = os.environ.get(name, "")
-    return settings.load_settings({} if unreadable else {name: value}).fallback
+def _settings(found: tuple[checks.Setting, ...]) -> settings.Settings:
+    """What the environment asks for; the default of what cannot be read."""
+    unreadable = {setting.name for setting in found if setting.problem}
+    return settings.load_settings({k: v for k, v in os.environ.items() if k not in unreadable})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

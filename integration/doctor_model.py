@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tilewise import policy, support
+from tilewise import policy, prefix_rule, support
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration.doctor_checks import Problem
 from tilewise.model_config import Layer, Options, read_model
@@ -28,11 +28,16 @@ _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 
 @dataclass(frozen=True)
 class Server:
-    """Bounds that size the workspace, and draft tokens; names as in ``vllm serve``."""
+    """Bounds that size the workspace, and draft tokens; names as in ``vllm serve``.
+
+    ``shared_prefixes`` and ``fp8_attention`` are tilewise's own (``tilewise.settings``).
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0
+    shared_prefixes: bool = False
+    fp8_attention: str = "off"
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,10 @@ class LayerKind:
     ``num_workers`` and ``workspace_bytes`` are the policy's choice for a layer of ours, else None;
     the workspace is that of one KV-cache group of such layers. ``hopper_prefill`` is the Gluon
     kernel's where that serves the layer, and ``prefill`` then its stand-in; ``why_not_hopper`` says
-    why it does not.  ``hopper_decode`` is the Gluon kernel's for batches of at most
-    ``few_requests``; larger ones are the plain kernel's.
+    why it does not.  With products of fp8 both are of ``hopper_prefill_fp8``.  ``hopper_decode`` is
+    the Gluon kernel's for batches of at most ``few_requests``; larger ones are the plain kernel's.
+    ``prefix_decode`` is for batches whose requests may share pages, ``why_not_share`` says why a
+    layer does not where that is asked for.
     """
 
     layers: tuple[int, ...]
@@ -64,6 +71,8 @@ class LayerKind:
     decode: Mapping[str, Any] | None = None
     hopper_decode: Mapping[str, Any] | None = None
     few_requests: int | None = None
+    prefix_decode: Mapping[str, Any] | None = None
+    why_not_share: str | None = None
     num_workers: int | None = None
     workspace_bytes: int | None = None
 
@@ -216,16 +225,36 @@ def _planned(
             1 if (request.kv_cache_dtype or "").startswith("fp8") else 0,
         )  # fmt: skip
         shaped = bool(request.soft_cap or request.alibi or request.alibi_sqrt)
-        config = policy.choose(geometry, device, drafts, kind.window or 0, plain=shaped)
+        e4m3 = request.kv_cache_dtype in ("fp8", "fp8_e4m3")
+        fp8 = e4m3 and server.fp8_attention != "off"
+        config = policy.choose(
+            geometry, device, drafts, kind.window or 0, plain=shaped, fp8_matmul=fp8
+        )
+        config = replace(config, window=kind.window or 0)
     except UnsupportedConfig as error:
         return replace(kind, backend=None, reasons=(support.Reason("policy", str(error)),))
-    why_not = policy.why_not_hopper(geometry, device, kind.window or 0)
+    why_not = (policy.why_not_hopper_fp8 if fp8 else policy.why_not_hopper)(
+        geometry, device, config.window
+    )
     if why_not is None and shaped:
         why_not = "a logits soft cap or ALiBi (accepted: neither)"
-    hopper = config.hopper_prefill if why_not is None else None
+    hopper = config.hopper_prefill_fp8 if fp8 else config.hopper_prefill
+    hopper = hopper if why_not is None else None
     few = config.hopper_decode
-    kernels = ["plan", "cache_write", "hopper_prefill" if hopper else "prefill"]
+    why_not_share = None
+    if server.shared_prefixes:
+        why_not_share = prefix_rule.why_not_share(config, device)
+        if fp8 and server.fp8_attention == "rotated":
+            why_not_share = "rotated keys (TILEWISE_FP8_ATTENTION)"
+        if why_not_share is None:
+            config = prefix_rule.share_prefixes(config, device, drafts)
+    shared = config.prefixes
+    kernels = ["plan", "cache_write"]
+    kernels.append(("hopper_prefill_fp8" if fp8 else "hopper_prefill") if hopper else "prefill")
+    kernels += ["prefix_find", "prefix_decode"] if shared else []
     kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
+    # Batches of several requests are looked through for pages that they share.
+    most = 1 if shared else config.num_sms // geometry.num_kv_heads
     return replace(
         kind,
         kernels=tuple(kernels),
@@ -234,7 +263,9 @@ def _planned(
         why_not_hopper=why_not,
         decode=asdict(config.decode),
         hopper_decode=asdict(few) if few else None,
-        few_requests=config.num_sms // geometry.num_kv_heads if few else None,
+        few_requests=most if few else None,
+        prefix_decode=asdict(shared) if shared else None,
+        why_not_share=why_not_share,
         num_workers=config.num_workers,
         workspace_bytes=workspace_bytes(config, server.max_num_seqs, server.max_num_batched_tokens),
     )

@@ -92,10 +92,15 @@ def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
     prefill: Any = kind.prefill
     rows: list[tuple[str, int, Any]] = [("prefill", prefill["block_m"], prefill)]
     if kind.hopper_prefill is not None:
-        rows = [("hopper_prefill", HOPPER_ROWS, kind.hopper_prefill)]
+        name = next(name for name in kind.kernels if name.startswith("hopper_prefill"))
+        rows = [(name, HOPPER_ROWS, kind.hopper_prefill)]
     if kind.hopper_decode is not None:
         name = f"hopper_decode (to {kind.few_requests} requests)"
         rows.append((name, decode["block_m"], kind.hopper_decode))
+    if kind.prefix_decode is not None:
+        shared = {**decode, **kind.prefix_decode}
+        shared.pop("tail_stages")
+        rows.append(("prefix_decode", shared["block_m"], shared))
     rows.append(("decode", decode["block_m"], decode))
     first = (ranges(kind.layers), f"{(kind.workspace_bytes or 0) / 2**20:.1f} MiB")
     for name, block_m, tiles in rows:
@@ -110,7 +115,7 @@ def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
 
 
 # Characters of the longest word in a column that must not be cut.
-WHOLE = {"kernel": len("hopper_prefill"), "tile": len("128 x 128"), "workspace": 9}
+WHOLE = {"kernel": len("hopper_prefill_fp8"), "tile": len("128 x 128"), "workspace": 9}
 
 
 def show(report: Report) -> None:

@@ -24,6 +24,7 @@ from tilewise.integration.spans import is_clamped
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.kernels.hadamard import rotate
 from tilewise.policy import DECODE_MAX_QUERY_LEN
+from tilewise.prefix_rule import plan_shared
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention
@@ -45,6 +46,8 @@ FP8_ROOM = 1.0 + 2.0**-16
 # have to fit into fp16.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-6, 2.0**6
 LARGE_PAGE = 128
+# Requests of a group: with two of them a long prefix pays, with more a shorter one does.
+MOST_MEMBERS = 16
 
 
 @dataclass
@@ -413,6 +416,8 @@ def check(
     with Borrowed(kv_cache, sequence.pages):
         write(impl, layer, kv_cache, sequence)
         key, value = read(impl, layer, kv_cache, sequence)
+        if sharded is None and attn.config.prefixes is not None:
+            _check_group(impl, layer, attn, kv_cache, sequence, (key, value))
         wrong = _written_errors(impl, layer, sequence, (key, value))
         _compare("cache_write", *wrong, attn, kv_cache)
         largest = float(value[:seq_len].abs().max())
@@ -436,6 +441,67 @@ def check(
                 accepted = bound if decoded or not impl.fp8_matmul else FP8_ERROR * largest
                 _compare(kernel, error, accepted, attn, kv_cache)
                 begin += tokens
+
+
+def group_of(sequence: Sequence, attn: PagedAttention) -> tuple[Sequence, torch.Tensor] | None:
+    """A batch of single queries that begin with the same pages, enough of both to be a group.
+
+    The borrowed pages that are full come again and again in its table, so that a few of them make
+    a long sequence; its tail is the last one.
+
+    Returns
+    -------
+    grouped : Sequence
+        With that table and one batch.
+    places : Tensor[keys], int64
+        Where in the sequence each of its keys is.
+    """
+    page_size = attn.geometry.page_size
+    pages = sequence.block_table[0].tolist()
+    full, tail = pages[:-1], len(sequence.key) - (len(pages) - 1) * page_size
+    if not full:
+        return None
+    prefixes = attn.config.prefixes
+    assert prefixes is not None
+    for rounds in range(1, 4):
+        shared = rounds * max(prefixes.min_pages, len(full))
+        order = [i % len(full) for i in range(shared)] + [len(full)]
+        row = [pages[i] for i in order]
+        for members in range(2, min(attn.max_num_reqs, attn.max_num_tokens, MOST_MEMBERS) + 1):
+            lengths = [shared * page_size + tail - i % 3 for i in range(members)]
+            found = plan_shared([1] * members, lengths, [row] * members, attn.config)
+            if found.groups:
+                table = torch.tensor([row], dtype=torch.int32, device=attn.device)
+                start = torch.tensor(order, device=attn.device) * page_size
+                within = torch.arange(page_size, device=attn.device)
+                batch = [(1, length) for length in lengths]
+                grouped = replace(sequence, block_table=table, batches=[batch])
+                return grouped, (start[:, None] + within).flatten()
+    return None
+
+
+def _check_group(
+    impl: TilewiseImpl,
+    layer: Any,
+    attn: PagedAttention,
+    kv_cache: torch.Tensor,
+    sequence: Sequence,
+    held: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Compare decodes that read their common pages once; bounds may leave no such batch."""
+    made = group_of(sequence, attn)
+    if made is None:
+        return
+    grouped, places = made
+    (batch,) = grouped.batches
+    query, output = attend(impl, layer, attn, kv_cache, grouped, batch)
+    key, value = (rows[places] for rows in held)
+    largest = float(held[1][: len(sequence.key)].abs().max())
+    bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
+    for r, (_, length) in enumerate(batch):
+        expected = reference(impl, query[r : r + 1], key[:length], value[:length])
+        error = float((output[r : r + 1].double() - expected).abs().max())
+        _compare("prefix_decode", error, bound, attn, kv_cache)
 
 
 def has_spans(impl: TilewiseImpl, layer: Any) -> bool:

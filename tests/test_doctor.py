@@ -92,6 +92,42 @@ def test_an_fp8_cache_is_ours_with_the_tiles_of_its_bytes():
     assert plain.decode != kind.decode
 
 
+def test_products_of_fp8_have_a_kernel_of_their_own():
+    server = Server(64, 2048, fp8_attention="fp8")
+    (kind,) = report(LLAMA, server, kv_cache_dtype="fp8").kinds
+    config = policy.choose(policy.Geometry(32, 8, 128, 64, 2, 1), HOPPER, fp8_matmul=True)
+    assert kind.kernels == ("plan", "cache_write", "hopper_prefill_fp8", "decode")
+    assert kind.hopper_prefill == vars(config.hopper_prefill_fp8)
+    assert kind.prefill == vars(config.prefill)
+    # Of e4m3 alone, of heads of 128, and on Hopper.
+    (other,) = report(LLAMA, server, kv_cache_dtype="fp8_e5m2").kinds
+    assert other.prefill != kind.prefill
+    (small,) = report({**LLAMA, "head_dim": 64}, server, kv_cache_dtype="fp8").kinds
+    assert small.kernels[2] == "prefill"
+    assert "head_dim 64" in small.why_not_hopper
+    (refused,) = report({**LLAMA, "head_dim": 16}, server, kv_cache_dtype="fp8").kinds
+    assert refused.backend is None
+    assert "fp8_matmul with head_dim=16" in refused.reasons[0].text
+
+
+def test_shared_prefixes_take_kernels_and_memory():
+    (alone,) = report(LLAMA).kinds
+    (kind,) = report(LLAMA, Server(64, 2048, shared_prefixes=True)).kinds
+    assert kind.kernels[3:] == ("prefix_find", "prefix_decode", "hopper_decode", "decode")
+    assert kind.few_requests == 1
+    assert kind.prefix_decode["block_m"] == 64
+    assert kind.why_not_share is None
+    assert kind.workspace_bytes > alone.workspace_bytes
+    (rotated,) = report(
+        LLAMA, Server(64, 2048, shared_prefixes=True, fp8_attention="rotated"), kv_cache_dtype="fp8"
+    ).kinds
+    assert "rotated keys" in rotated.why_not_share
+    window = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
+    (kind,) = report(window, Server(64, 2048, shared_prefixes=True)).kinds
+    assert kind.prefix_decode is None
+    assert kind.why_not_share == "window 4096 (accepted: none)"
+
+
 def test_tensor_parallel_ranks_share_the_heads():
     (one, *_) = layers(LLAMA, tensor_parallel_size=16)
     assert (one.num_q_heads, one.num_kv_heads, one.request.group_size) == (2, 1, 2)
@@ -216,6 +252,12 @@ def test_the_workspace_is_that_of_the_object(heads, dtype, reqs, tokens, drafts,
         device=device, decode_query_len=1 + drafts,
     )  # fmt: skip
     assert workspace_bytes(attn.config, reqs, tokens) == attn.workspace_bytes
+    shared = PagedAttention(
+        *heads[:3], page_size=heads[3], dtype=dtype, max_num_reqs=reqs, max_num_tokens=tokens,
+        device=device, decode_query_len=1 + drafts, shared_prefixes=heads[0] < 8 * heads[1],
+    )  # fmt: skip
+    assert workspace_bytes(shared.config, reqs, tokens) == shared.workspace_bytes
+    assert heads[1] == 1 or shared.workspace_bytes > attn.workspace_bytes
 
 
 def test_the_least_able_backend_decides_the_graphs():

@@ -195,8 +195,11 @@ def resources(
     window: int = 0,
 ) -> Resources:
     """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
-    compile_one: Any = compile_decode if kernel == "hopper_decode" else compile_prefill
-    compiled = compile_one(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
+    if kernel == "hopper_prefill_fp8":
+        compiled = compile_prefill_fp8(dtype, page_size, group_size, sinks=sinks)
+    else:
+        compile_one: Any = compile_decode if kernel == "hopper_decode" else compile_prefill
+        compiled = compile_one(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
     features = ["sinks"] * sinks + [f"window={window}"] * bool(window)
     ptx = compiled.asm["ptx"]
     return Resources(

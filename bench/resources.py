@@ -10,11 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tilewise import policy
+from tilewise import policy, prefix_rule
 from tilewise.arch import ACCEPTED, ARCHITECTURES, parse_arch
 from tilewise.errors import UnsupportedConfig
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from tilewise.bench.aot import Resources
 
 SCHEMA = 1
-KERNELS = ("prefill", "hopper_prefill", "decode", "hopper_decode", "plan", "cache_write")
+KERNELS = (
+    "prefill", "hopper_prefill", "hopper_prefill_fp8", "decode", "hopper_decode", "prefix_decode",
+    "plan", "cache_write",
+)  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32")
 FEATURES = ("sinks", "softcap", "alibi", "sqrt")
 # Names as in `vllm serve --kv-cache-dtype`, and their formats.
@@ -30,7 +33,7 @@ _FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 # Architectures from which kernels convert by instruction, as tilewise.device has it with torch.
 FIRST_TO_READ_FP8, FIRST_TO_WRITE_FP8 = 89, 90
 # Kernels that what a layer does to its logits is part of.
-_ATTENTION = ("prefill", "decode")
+_ATTENTION = ("prefill", "decode", "prefix_decode")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
         args.arch, args.kernel, args.dtype, args.head_size, args.page_size
     ):
         variant = Variant(kernel, arch, dtype, head_size, page_size)
-        if kernel.startswith("hopper") and not _hopper_takes(variant, args):
+        takes = {"hopper": _hopper_takes, "prefix": _prefix_takes}.get(kernel.partition("_")[0])
+        if takes is not None and not takes(variant, args):
             continue
         if variant not in seen:
             seen.add(variant)
@@ -116,17 +120,34 @@ def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
     """Whether a Gluon kernel serves such layers; what shapes logits is left to the plain one."""
     if not {"softcap", "alibi"}.isdisjoint(args.features):
         return False
-    v, kv_size = variant, 1 if args.kv_cache_dtype in _FP8_CACHES else 0
-    size = 4 if v.dtype == "fp32" else 2
     try:
-        q, kv = args.heads
-        geometry = policy.Geometry(q, kv, v.head_size, v.page_size, size, kv_size)
+        geometry = _geometry(variant, args)
     except UnsupportedConfig:
         return False
-    device, window = ARCHITECTURES[v.arch], args.window or 0
-    if v.kernel == "hopper_decode":
+    device, window = ARCHITECTURES[variant.arch], args.window or 0
+    if variant.kernel == "hopper_decode":
         return policy.choose(geometry, device, window=window).hopper_decode is not None
+    if variant.kernel == "hopper_prefill_fp8":
+        e4m3 = _FP8_CACHES.get(args.kv_cache_dtype) == "e4m3"
+        return e4m3 and policy.why_not_hopper_fp8(geometry, device, window) is None
     return policy.why_not_hopper(geometry, device, window) is None
+
+
+def _prefix_takes(variant: Variant, args: argparse.Namespace) -> bool:
+    """Whether requests of such layers may share pages."""
+    try:
+        config = policy.choose(_geometry(variant, args), ARCHITECTURES[variant.arch])
+    except UnsupportedConfig:
+        return False
+    config = replace(config, window=args.window or 0)
+    return prefix_rule.why_not_share(config, ARCHITECTURES[variant.arch]) is None
+
+
+def _geometry(variant: Variant, args: argparse.Namespace) -> policy.Geometry:
+    size = 4 if variant.dtype == "fp32" else 2
+    kv_size = 1 if args.kv_cache_dtype in _FP8_CACHES else 0
+    q, kv = args.heads
+    return policy.Geometry(q, kv, variant.head_size, variant.page_size, size, kv_size)
 
 
 def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
@@ -148,7 +169,8 @@ def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any
         **row, "features": found.features, "threads": found.threads,
         "registers": found.registers, "spill_bytes": found.spill_bytes,
         "shared_bytes": found.shared_bytes, "programs_per_sm": programs, "limited_by": limit,
-        "wgmma": found.wgmma, "tma": found.tma, "error": None,
+        "wgmma": found.wgmma, "tma": found.tma, "unset_registers": list(found.unset),
+        "error": None,
     }  # fmt: skip
 
 
@@ -173,6 +195,10 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
     features = list(args.features) if v.kernel in _ATTENTION else []
     if kv_format and v.kernel != "plan":
         features.append(kv_format)
+    if v.kernel == "prefix_decode":
+        from tilewise.bench import aot_prefix
+
+        return aot_prefix.resources(v.kernel, config, v.dtype, v.arch, features)
     return aot.resources(v.kernel, config, v.dtype, v.arch, features)
 
 

@@ -42,8 +42,8 @@ def asked(*words):
 
 
 def test_variants():
-    # The Gluon decode serves one of the two head sizes.
-    assert len(asked()) == 2 * len(resources.KERNELS) - 1
+    # The Gluon decode serves one of the two head sizes, and products of fp8 an fp8 cache.
+    assert len(asked()) == 2 * (len(resources.KERNELS) - 1) - 1
     assert asked("--kernel", "plan", "--arch", "sm_80", "9.0", "--head-size", "64") == [
         Variant("plan", 80, "bf16", 64, 64), Variant("plan", 90, "bf16", 64, 64),
     ]  # fmt: skip
@@ -54,6 +54,13 @@ def test_variants():
     ]
     assert asked(*gluon, "--heads", "128/1") == []
     assert asked(*gluon, "--dtype", "fp32") == []
+    fp8 = ("--kernel", "hopper_prefill_fp8", "--kv-cache-dtype")
+    assert asked(*fp8, "fp8") == [Variant("hopper_prefill_fp8", 90, "bf16", 128, 64)]
+    assert asked(*fp8, "fp8_e5m2") == asked(*fp8, "auto") == []
+    assert asked(*fp8, "fp8", "--arch", "sm_100") == []
+    shared = ("--kernel", "prefix_decode", "--head-size", "128", "512")
+    assert asked(*shared) == [Variant("prefix_decode", 90, "bf16", 128, 64)]
+    assert asked(*shared, "--window", "4096") == []
     # Nor where the policy leaves the layer to the plain kernel.
     assert asked(*gluon, "--kv-cache-dtype", "fp8") == []
     assert asked(*gluon, "--features", "softcap") == []

@@ -184,10 +184,12 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         )
         windows = _group_windows(kv_cache_spec, impls, several=self.is_encoder)
         made = [PagedAttention(*heads, window=window, **options) for window in windows]
-        if load_settings(os.environ).shared_prefixes:
+        asked = load_settings(os.environ).shared_prefixes
+        if asked != "off":
             why = self._why_not_share(made[0], 1 if shards is None else shards.count)
             if why is None:
-                made = [PagedAttention(*heads, shared_prefixes=True, **options)]
+                sharing = "always" if asked == "always" else True
+                made = [PagedAttention(*heads, shared_prefixes=sharing, **options)]
             else:
                 logger.info(
                     "TILEWISE_SHARED_PREFIXES has no effect on %d layers: %s", len(layer_names), why

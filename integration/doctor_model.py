@@ -36,7 +36,7 @@ class Server:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int = 0
-    shared_prefixes: bool = False
+    shared_prefixes: str = "off"
     fp8_attention: str = "off"
 
 
@@ -242,7 +242,7 @@ def _planned(
     hopper = hopper if why_not is None else None
     few = config.hopper_decode
     why_not_share = None
-    if server.shared_prefixes:
+    if server.shared_prefixes != "off":
         why_not_share = prefix_rule.why_not_share(config, device)
         if fp8 and server.fp8_attention == "rotated":
             why_not_share = "rotated keys (TILEWISE_FP8_ATTENTION)"
@@ -253,8 +253,9 @@ def _planned(
     kernels.append(("hopper_prefill_fp8" if fp8 else "hopper_prefill") if hopper else "prefill")
     kernels += ["prefix_find", "prefix_decode"] if shared else []
     kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
-    # Batches of several requests are looked through for pages that they share.
-    most = 1 if shared else config.num_sms // geometry.num_kv_heads
+    most = config.num_sms // geometry.num_kv_heads
+    if shared and server.shared_prefixes == "always":
+        most = 1  # larger batches are looked through for pages that they share
     return replace(
         kind,
         kernels=tuple(kernels),

@@ -46,8 +46,6 @@ FP8_ROOM = 1.0 + 2.0**-16
 # have to fit into fp16.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-6, 2.0**6
 LARGE_PAGE = 128
-# Requests of a group: with two of them a long prefix pays, with more a shorter one does.
-MOST_MEMBERS = 16
 
 
 @dataclass
@@ -165,8 +163,7 @@ def batches_of(
     batches = list(sequence.batches)
     if attn.config.prefixes is not None:
         # A single request goes another way, and bounds may have left nothing but such.
-        most = min(2, attn.max_num_reqs, attn.max_num_tokens)
-        batches += [[(1, len(sequence.key))] * count for count in sorted({1, most})]
+        batches += [[(1, len(sequence.key))] * count for count in (1, fewest_that_share(attn))]
     found: list[tuple[Any, dict[str, Any]]] = [
         (batch, {"many": many}) for batch, many in product(batches, kernels)
     ]
@@ -443,11 +440,18 @@ def check(
                 begin += tokens
 
 
+def fewest_that_share(attn: PagedAttention) -> int:
+    """Requests of the smallest batch of decodes that may share pages; 1 if bounds allow none."""
+    most = min(attn.max_num_reqs, attn.max_num_tokens)
+    return next((n for n in range(2, most + 1) if attn.shares(n)), 1)
+
+
 def group_of(sequence: Sequence, attn: PagedAttention) -> tuple[Sequence, torch.Tensor] | None:
     """A batch of single queries that begin with the same pages, enough of both to be a group.
 
-    The borrowed pages that are full come again and again in its table, so that a few of them make
-    a long sequence; its tail is the last one.
+    With two members a long prefix pays, with more of them a shorter one.  The borrowed pages that
+    are full come again and again in its table, so that a few of them make a long sequence; its tail
+    is the last one.
 
     Returns
     -------
@@ -463,20 +467,22 @@ def group_of(sequence: Sequence, attn: PagedAttention) -> tuple[Sequence, torch.
         return None
     prefixes = attn.config.prefixes
     assert prefixes is not None
-    for rounds in range(1, 4):
+    fewest, most = fewest_that_share(attn), min(attn.max_num_reqs, attn.max_num_tokens)
+    if fewest < 2:
+        return None
+    for rounds, doublings in product(range(1, 4), range(4)):
+        members = min(fewest << doublings, most)
         shared = rounds * max(prefixes.min_pages, len(full))
         order = [i % len(full) for i in range(shared)] + [len(full)]
         row = [pages[i] for i in order]
-        for members in range(2, min(attn.max_num_reqs, attn.max_num_tokens, MOST_MEMBERS) + 1):
-            lengths = [shared * page_size + tail - i % 3 for i in range(members)]
-            found = plan_shared([1] * members, lengths, [row] * members, attn.config)
-            if found.groups:
-                table = torch.tensor([row], dtype=torch.int32, device=attn.device)
-                start = torch.tensor(order, device=attn.device) * page_size
-                within = torch.arange(page_size, device=attn.device)
-                batch = [(1, length) for length in lengths]
-                grouped = replace(sequence, block_table=table, batches=[batch])
-                return grouped, (start[:, None] + within).flatten()
+        lengths = [shared * page_size + tail - i % 3 for i in range(members)]
+        if plan_shared([1] * members, lengths, [row] * members, attn.config).groups:
+            table = torch.tensor([row], dtype=torch.int32, device=attn.device)
+            start = torch.tensor(order, device=attn.device) * page_size
+            within = torch.arange(page_size, device=attn.device)
+            batch = [(1, length) for length in lengths]
+            grouped = replace(sequence, block_table=table, batches=[batch])
+            return grouped, (start[:, None] + within).flatten()
     return None
 
 

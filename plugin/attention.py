@@ -103,10 +103,11 @@ class PagedAttention:
     shaped_logits : bool
         Layers will have a soft cap or ALiBi, which the Gluon kernels do not compute: tiles and
         workers are those of the plain ones alone.
-    shared_prefixes : bool
+    shared_prefixes : bool or "always"
         Decode requests of at most ``decode_query_len`` tokens whose block tables begin with the
         same pages read these once (``tilewise.prefix_rule``); plans find them on the device.  For
-        causal batches of two requests or more without spans; these take the plain decode.  Not
+        causal batches of two requests or more without spans; these take the plain decode, so
+        batches that the Gluon decode serves faster are left to it unless it says "always".  Not
         with a window, ``batch_invariant``, heads of 512 or 64 query heads a KV head and more.
     fp8_matmul : bool
         Multiply an e4m3 cache as fp8 operands in the prefill, with queries and weights rounded to
@@ -147,7 +148,7 @@ class PagedAttention:
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
         shaped_logits: bool = False,
-        shared_prefixes: bool = False,
+        shared_prefixes: bool | str = False,
         fp8_matmul: bool = False,
         rotated_keys: bool = False,
         config: policy.Config | None = None,
@@ -190,6 +191,10 @@ class PagedAttention:
                 f"config has fp8_dot={config.fp8_dot!r}, but fp8_matmul={fp8_matmul}; accepted: "
                 "both or neither"
             )
+        if shared_prefixes not in (False, True, "always"):
+            raise UnsupportedConfig(
+                f'shared_prefixes={shared_prefixes!r}; accepted: False, True or "always"'
+            )
         if batch_invariant:
             config = policy.batch_invariant(config)
         config = replace(config, window=window or 0)
@@ -206,6 +211,7 @@ class PagedAttention:
         self.config = config
         self.batch_invariant = batch_invariant
         self.rotated_keys = rotated_keys
+        self.share_always = shared_prefixes == "always"
         self.window = window
         self.geometry = geometry
         self.dtype = dtype
@@ -252,6 +258,19 @@ class PagedAttention:
         buffers = (v for v in vars(self).values() if isinstance(v, torch.Tensor))
         held = sum(b.numel() * b.element_size() for b in buffers) + self._masks.nbytes
         return held + (self._shared.workspace_bytes if self._shared is not None else 0)
+
+    def shares(self, num_reqs: int, beside: bool = False) -> bool:
+        """Whether decodes of a batch of so many requests may share pages.
+
+        Parameters
+        ----------
+        num_reqs : int
+        beside : bool
+            Prefills and decodes of the batch can run side by side.
+        """
+        if self._shared is None or num_reqs < 2:
+            return False
+        return self.share_always or not (beside or self.config.decodes_few(num_reqs))
 
     def plan(
         self,
@@ -350,11 +369,13 @@ class PagedAttention:
             "" if key_mask is None else key_mask.kind,
         )
         gluon = why_plain is None
-        # A function of the shape alone, so that a captured graph meets the same kind of plan.
-        share = self._shared if gluon and spans is None and num_reqs > 1 else None
-        few = gluon and share is None and cfg.decodes_few(num_reqs)
+        # Functions of the shape alone, so that a captured graph meets the same kind of plan.
         beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
-        beside = beside and self._shared is None
+        share = self._shared
+        if not gluon or spans is not None or not self.shares(num_reqs, beside):
+            share = None
+        beside = beside and share is None
+        few = gluon and share is None and cfg.decodes_few(num_reqs)
         record = self._worker_record
         if share is not None and block_table is not None:
             options |= share.find(query_start_loc, seq_lens, block_table)

@@ -47,9 +47,10 @@ class Settings:
         process makes a temporary one.
     self_check : bool
         Compare the kernels with a plain computation when a server has allocated its KV cache.
-    shared_prefixes : bool
-        Decodes that begin with the same pages of the cache read these once
-        (``tilewise.prefix_rule``).
+    shared_prefixes : str
+        ``on``: decodes that begin with the same pages of the cache read these once
+        (``tilewise.prefix_rule``), but for batches that the Gluon kernels serve faster; ``always``:
+        those too; ``off``.
     """
 
     any_vllm: bool = False
@@ -59,7 +60,7 @@ class Settings:
     metrics_port: str = side_port.OFF
     metrics_dir: str = "auto"
     self_check: bool = True
-    shared_prefixes: bool = False
+    shared_prefixes: str = "off"
 
 
 _SWITCH = {"1": True, "true": True, "0": False, "false": False}
@@ -88,6 +89,16 @@ def _parse_fp8(name: str, text: str) -> str:
     return value
 
 
+def _parse_sharing(name: str, text: str) -> str:
+    value = text.strip().lower()
+    value = {"1": "on", "true": "on", "0": "off", "false": "off"}.get(value, value)
+    if value not in ("off", "on", "always"):
+        raise UnsupportedConfig(
+            f"{name}={text!r} is not a way to share prefixes: use off, on or always"
+        )
+    return value
+
+
 def _parse_folder(name: str, text: str) -> str:
     return text
 
@@ -100,7 +111,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "fallback": _parse_fallback,
     "fp8_attention": _parse_fp8,
     "self_check": _parse_switch,
-    "shared_prefixes": _parse_switch,
+    "shared_prefixes": _parse_sharing,
 }
 
 

@@ -83,7 +83,7 @@ def run_shared(
     ``expected`` groups must have been found, by default all of ``groups``.
     """
     batch = make_shared(case, groups, device, seed)
-    attn = make_attention(case, device, shared_prefixes=True, **overrides)
+    attn = make_attention(case, device, shared_prefixes="always", **overrides)
     poison_shared(attn)
     plan = plan_batch(attn, batch)
     assert plan.shared

@@ -112,18 +112,20 @@ def test_products_of_fp8_have_a_kernel_of_their_own():
 
 def test_shared_prefixes_take_kernels_and_memory():
     (alone,) = report(LLAMA).kinds
-    (kind,) = report(LLAMA, Server(64, 2048, shared_prefixes=True)).kinds
+    (kind,) = report(LLAMA, Server(64, 2048, shared_prefixes="on")).kinds
     assert kind.kernels[3:] == ("prefix_find", "prefix_decode", "hopper_decode", "decode")
-    assert kind.few_requests == 1
+    assert kind.few_requests == alone.few_requests
     assert kind.prefix_decode["block_m"] == 64
+    (always,) = report(LLAMA, Server(64, 2048, shared_prefixes="always")).kinds
+    assert always.few_requests == 1
     assert kind.why_not_share is None
     assert kind.workspace_bytes > alone.workspace_bytes
     (rotated,) = report(
-        LLAMA, Server(64, 2048, shared_prefixes=True, fp8_attention="rotated"), kv_cache_dtype="fp8"
+        LLAMA, Server(64, 2048, shared_prefixes="on", fp8_attention="rotated"), kv_cache_dtype="fp8"
     ).kinds
     assert "rotated keys" in rotated.why_not_share
     window = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
-    (kind,) = report(window, Server(64, 2048, shared_prefixes=True)).kinds
+    (kind,) = report(window, Server(64, 2048, shared_prefixes="on")).kinds
     assert kind.prefix_decode is None
     assert kind.why_not_share == "window 4096 (accepted: none)"
 

@@ -48,6 +48,23 @@ def test_switch(text, value):
     assert load_settings({"TILEWISE_ANY_VLLM": text}).any_vllm is value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", "on"),
+        ("on", "on"),
+        ("0", "off"),
+        (" False ", "off"),
+        ("ALWAYS", "always"),
+        ("", "off"),
+    ],
+)
+def test_shared_prefixes(text, value):
+    assert load_settings({"TILEWISE_SHARED_PREFIXES": text}).shared_prefixes == value
+    with pytest.raises(UnsupportedConfig, match=r"'never' is not a way .* use off, on or always"):
+        load_settings({"TILEWISE_SHARED_PREFIXES": "never"})
+
+
 @pytest.mark.parametrize("text", ["2", "yes please", "-1", "10", "True,", "\u0661"])
 def test_garbage_is_refused_by_name_and_value(text):
     with pytest.raises(UnsupportedConfig, match="TILEWISE_ANY_VLLM") as caught:

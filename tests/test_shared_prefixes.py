@@ -115,7 +115,7 @@ def test_results_repeat_bit_for_bit(device):
     """Whatever lay in scratch, and whoever came last."""
     case, groups, _ = CASES["two_groups"]
     batch = make_shared(case, groups, str(device))
-    attn = make_attention(case, str(device), shared_prefixes=True)
+    attn = make_attention(case, str(device), shared_prefixes="always")
     outs = []
     for _ in range(2):
         poison_shared(attn)
@@ -132,7 +132,7 @@ def test_the_order_of_arrival_changes_no_bit(device, monkeypatch):
     batch = make_shared(case, groups, "cpu")
     config = make_attention(case, "cpu").config
     config = dataclasses.replace(config, num_workers=7, num_sms=7)
-    attn = make_attention(case, "cpu", shared_prefixes=True, config=config)
+    attn = make_attention(case, "cpu", shared_prefixes="always", config=config)
     outs = []
     for backwards in (False, True):
         plan_batch(attn, batch)
@@ -153,7 +153,7 @@ def test_the_order_of_arrival_changes_no_bit(device, monkeypatch):
 def test_groups_come_and_go_between_plans(device):
     """One object, batches of other groups, other lengths and none, in the same buffers."""
     case, _, _ = CASES["two_groups"]
-    attn = make_attention(case, str(device), shared_prefixes=True)
+    attn = make_attention(case, str(device), shared_prefixes="always")
     rounds = [
         (case, CASES["two_groups"][1], 2),
         (case, [], 0),
@@ -176,7 +176,7 @@ def test_what_cannot_share_keeps_its_path(device):
     """Not causal, with spans or without pages: the plan is the one that it was."""
     case, groups, _ = CASES["interleaved"]
     batch = make_shared(case, groups, str(device))
-    attn = make_attention(case, str(device), shared_prefixes=True)
+    attn = make_attention(case, str(device), shared_prefixes="always")
     spans = torch.zeros((len(batch.lens), 1, 2), dtype=torch.int32, device=device)
     assert not plan_batch(attn, batch, causal=False).shared
     assert not plan_batch(attn, batch, spans=spans).shared
@@ -184,11 +184,36 @@ def test_what_cannot_share_keeps_its_path(device):
     check(batch, out)
 
 
+def test_batches_that_gluon_serves_faster_are_left_to_it(monkeypatch):
+    """Few requests, and prefills beside decodes; with "always" these share as well."""
+    monkeypatch.setattr("tilewise.attention.describe", lambda device: H200)
+    options = {
+        "page_size": 64, "dtype": BF16, "max_num_reqs": 64, "max_num_tokens": 4096, "device": "cpu"
+    }  # fmt: skip
+    some, always, none = (
+        PagedAttention(32, 8, 128, shared_prefixes=asked, **options)
+        for asked in (True, "always", False)
+    )
+    assert some.config.decodes_few(16)
+    assert not some.config.decodes_few(17)
+    assert some.config.side_by_side
+    assert [some.shares(n) for n in (0, 1, 2, 16, 17, 64)] == [False] * 4 + [True] * 2
+    assert [always.shares(n) for n in (0, 1, 2, 16, 17, 64)] == [False] * 2 + [True] * 4
+    assert not any(none.shares(n) for n in (2, 17, 64))
+    assert not some.shares(64, beside=True)
+    assert always.shares(64, beside=True)
+    # Where no Gluon kernel serves the layer, every batch may share.
+    plain = PagedAttention(32, 8, 96, shared_prefixes=True, **options)
+    assert plain.shares(2)
+    with pytest.raises(UnsupportedConfig, match="shared_prefixes='yes'; accepted: False, True or"):
+        PagedAttention(32, 8, 128, shared_prefixes="yes", **options)
+
+
 def test_entries_past_the_context_do_not_make_a_group(device):
     """Stale ids that agree beyond a request's keys, and pages of its own new tokens."""
     case = Case(((1, 255), (1, 255), (1, 300)), num_q_heads=8)
     batch = make_shared(case, [], str(device))
-    attn = make_attention(case, str(device), shared_prefixes=True)
+    attn = make_attention(case, str(device), shared_prefixes="always")
     batch.block_table[:, 4:] = NOWHERE
     batch.block_table[2, 4] = make_shared(case, [], str(device)).block_table[2, 4]
     # The fourth page of the first two holds their new token: three pages are theirs to share.
@@ -271,7 +296,7 @@ def plan_on(device):
         attn = PagedAttention(
             g.num_q_heads, g.num_kv_heads, g.head_dim, page_size=g.page_size,
             dtype=torch.bfloat16, max_num_reqs=max_reqs, max_num_tokens=200_000, device=device,
-            decode_query_len=config.prefixes.max_query_len, config=config, shared_prefixes=True,
+            decode_query_len=config.prefixes.max_query_len, config=config, shared_prefixes="always",
         )  # fmt: skip
         poison_shared(attn)
         ints = {"dtype": torch.int32, "device": device}
@@ -337,22 +362,22 @@ def test_what_does_not_share_is_named(change, named):
 def test_bad_arguments_are_named(device):
     case = Case(TAILS)
     with pytest.raises(UnsupportedConfig, match="window 100"):
-        make_attention(dataclasses.replace(case, window=100), str(device), shared_prefixes=True)
+        make_attention(dataclasses.replace(case, window=100), str(device), shared_prefixes="always")
     with pytest.raises(UnsupportedConfig, match="batch-invariant"):
-        make_attention(case, str(device), shared_prefixes=True, batch_invariant=True)
-    config = make_attention(case, str(device), shared_prefixes=True).config
+        make_attention(case, str(device), shared_prefixes="always", batch_invariant=True)
+    config = make_attention(case, str(device), shared_prefixes="always").config
     with pytest.raises(UnsupportedConfig, match="shared_prefixes=False"):
         make_attention(case, str(device), config=config)
     cached = dataclasses.replace(case, kv_dtype=torch.float8_e4m3fn, dtype=FP16)
     with pytest.raises(UnsupportedConfig, match="shared_prefixes with rotated_keys"):
-        make_attention(cached, str(device), shared_prefixes=True, rotated_keys=True)
+        make_attention(cached, str(device), shared_prefixes="always", rotated_keys=True)
 
 
 def test_scales_of_pages_are_refused(device):
     """Packed queries of several requests would meet the scales of one request's pages."""
     case = Case(TAILS, kv_dtype=torch.float8_e4m3fn, dtype=FP16, page_size=64)
     batch = make_shared(case, [], str(device))
-    attn = make_attention(case, str(device), shared_prefixes=True)
+    attn = make_attention(case, str(device), shared_prefixes="always")
     plan_batch(attn, batch)
     of_pages = torch.ones(batch.kv_cache.shape[0], case.num_kv_heads, device=device)
     scales = {"k_scale": of_pages, "v_scale": of_pages}
@@ -424,7 +449,7 @@ def test_launches_repeat_bit_for_bit_on_a_gpu():
     """Workers race; who comes last differs from launch to launch."""
     case, groups, _ = GPU_CASES["d128"]
     batch = make_shared(case, groups, "cuda")
-    attn = make_attention(case, "cuda", shared_prefixes=True)
+    attn = make_attention(case, "cuda", shared_prefixes="always")
     plan_batch(attn, batch)
     first = attn.run(batch.q, batch.kv_cache)[: batch.num_tokens]
     for _ in range(50):
@@ -440,7 +465,7 @@ def test_a_graph_is_replayed_with_other_groups(drafts):
     reqs, pages = 24, 170
     case = Case(((1, 0),), 32, 8, 128, dtype=BF16, decode_query_len=drafts)
     attn = make_attention(
-        case, "cuda", max_num_reqs=reqs, max_num_tokens=reqs * drafts, shared_prefixes=True
+        case, "cuda", max_num_reqs=reqs, max_num_tokens=reqs * drafts, shared_prefixes="always"
     )
     ints = {"dtype": torch.int32, "device": "cuda"}
     qsl = torch.arange(reqs + 1, **ints)

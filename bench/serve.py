@@ -39,8 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tilewise bench serve", description=__doc__, epilog=EPILOG
     )
     parser.add_argument(
-        "--backends", default=DEFAULT_BACKENDS, metavar="NAMES", help="(default: %(default)s)"
-    )
+        "--backends", default=DEFAULT_BACKENDS, metavar="NAMES",
+        help="by commas; BACKEND@VARIABLE=VALUE sets a TILEWISE_ or VLLM_ variable for one of "
+        "them (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--workloads", default=DEFAULT_WORKLOADS, metavar="NAMES",
         help=f"of {', '.join(WORKLOADS)} (default: %(default)s)",
@@ -141,6 +143,13 @@ class Session:
         backends = list(dict.fromkeys(name for name in args.backends.split(",") if name))
         if not backends:
             raise ValueError("--backends names none; accepted: names of vLLM's attention backends")
+        for name in backends:
+            workloads.split_backend(name)
+        if len({bool(workload.prefix_len) for workload in self.chosen}) > 1:
+            raise ValueError(
+                f"--workloads {args.workloads}: servers cache prefixes for some of them; accepted: "
+                "workloads with prefixes, or without"
+            )
         self.settings = {name: _plain(getattr(args, name)) for name in SETTINGS}
         self.file = ResultFile.open(args.out, keep=args.append or args.resume)
         # Runs that are added are runs of their own, with prompts of their own.
@@ -184,7 +193,7 @@ class Session:
         """Print what would be started."""
         for turns in self.groups:
             for job in self.jobs(turns, "").values():
-                print(shlex.join(job.server_command()))
+                print(job.server_line())
                 for _, arguments in job.client_commands():
                     print("  ", shlex.join([*workloads.VLLM_CLI, *arguments]))
 

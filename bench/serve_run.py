@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -56,12 +57,18 @@ class Job:
     def server_command(self) -> list[str]:
         """Return the server's command line."""
         return workloads.server_command(
-            self.model, self.backend, self.port, self.max_model_len, self.extra
-        )
+            self.model, self.backend, self.port, self.max_model_len, self.extra,
+            self.shares_prefixes,
+        )  # fmt: skip
+
+    def server_line(self) -> str:
+        """Return what a shell would be told to start the server."""
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        return " ".join([*assigned, shlex.join(self.server_command())])
 
     def result_file(self, workload: Workload, run: int) -> Path:
         """Return where the client leaves the figures of one workload."""
-        return self.folder / f"{self.backend}_{workload.name}_{run}.json"
+        return self.folder / f"{self.stem}_{workload.name}_{run}.json"
 
     def client_commands(self) -> list[tuple[str, list[str]]]:
         """Return the client's commands in order, each with its name."""
@@ -76,9 +83,24 @@ class Job:
         ]
 
     @property
+    def stem(self) -> str:
+        """The backend in names of files."""
+        return re.sub(r"[^\w.-]", "-", self.backend)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What this server finds in its environment besides."""
+        return workloads.split_backend(self.backend)[1]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts have beginnings in common, which the server is then to reuse."""
+        return any(workload.prefix_len for workload, _ in self.runs)
+
+    @property
     def caches_prefixes(self) -> bool:
         """Whether the server was asked to reuse prefixes, which is off otherwise."""
-        return "--enable-prefix-caching" in self.extra
+        return self.shares_prefixes or "--enable-prefix-caching" in self.extra
 
 
 def stop_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
@@ -99,13 +121,15 @@ def stop_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
         return
 
 
-def _start(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], log: IO[bytes], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **SERVER_ENV},
+        env={**os.environ, **SERVER_ENV, **(environ or {})},
         start_new_session=True,
     )
 
@@ -160,11 +184,11 @@ class ServerRun:
         self.start_timeout = start_timeout
         self.run_timeout = run_timeout
         self.rows: list[report.Row] = []
-        self.server_log = job.folder / f"server_{job.backend}.log"
-        self.client_log = job.folder / f"client_{job.backend}.log"
-        self._status = job.folder / f"status_{job.backend}.jsonl"
-        self._gate = job.folder / f"gate_{job.backend}"
-        self._job_file = job.folder / f"job_{job.backend}.json"
+        self.server_log = job.folder / f"server_{job.stem}.log"
+        self.client_log = job.folder / f"client_{job.stem}.log"
+        self._status = job.folder / f"status_{job.stem}.jsonl"
+        self._gate = job.folder / f"gate_{job.stem}"
+        self._job_file = job.folder / f"job_{job.stem}.json"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._why: str | None = None
 
@@ -182,9 +206,10 @@ class ServerRun:
         client = [sys.executable, "-m", "tilewise.bench.serve_client", str(self._job_file)]
         # A resumed run adds to the logs of the one before it.
         with self.server_log.open("ab") as server_log, self.client_log.open("ab") as client_log:
-            server_log.write(f"$ {shlex.join(self.job.server_command())}\n".encode())
+            server_log.write(f"$ {self.job.server_line()}\n".encode())
             server_log.flush()
-            self._processes.append(_start(self.job.server_command(), server_log))
+            command = self.job.server_command()
+            self._processes.append(_start(command, server_log, self.job.environ))
             self._processes.append(_start(client, client_log))
 
     def wait_up(self) -> str | None:

@@ -29,6 +29,10 @@ class Workload:
         Requests in all, and at one time.
     range_ratio : float
         Lengths are uniform in ``len * (1 - ratio) ... len * (1 + ratio)``.
+    prefix_len : int
+        Tokens of a prompt that it has in common with others; servers cache prefixes then.
+    num_prefixes : int
+        How many such beginnings there are, each of equally many prompts.
     """
 
     name: str
@@ -37,6 +41,17 @@ class Workload:
     num_prompts: int
     concurrency: int
     range_ratio: float = 0.0
+    prefix_len: int = 0
+    num_prefixes: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse prompts that are nothing but a prefix, and prefixes of unequally many."""
+        if not 0 <= self.prefix_len < self.input_len or self.num_prompts % self.num_prefixes:
+            raise ValueError(
+                f"{self.name}: {self.num_prefixes} prefixes of {self.prefix_len} tokens for "
+                f"{self.num_prompts} prompts of {self.input_len}; accepted: shorter ones, and "
+                "equally many prompts of each"
+            )
 
     @property
     def longest(self) -> int:
@@ -49,12 +64,13 @@ class Workload:
         The requests in all keep their ratio to those at a time, but are at least eight.
         """
         waves = max(1, round(self.num_prompts / self.concurrency))
+        each = -(-max(8, waves * concurrency) // self.num_prefixes)
         stem = re.sub(r"_c\d+$", "", self.name)
         return replace(
             self,
             name=f"{stem}_c{concurrency}",
             concurrency=concurrency,
-            num_prompts=max(8, waves * concurrency),
+            num_prompts=each * self.num_prefixes,
         )
 
 
@@ -66,8 +82,12 @@ WORKLOADS: dict[str, Workload] = {
         Workload("s_8k_1k_c8", 8192, 1024, 16, 8),
         Workload("s_8k_1k_c64", 8192, 1024, 64, 64),
         Workload("s_ragged_c32", 4096, 256, 128, 32, 0.9),
+        # Many requests over one long text, and over a few shorter ones.
+        Workload("s_prefix32k_c64", 32768 + 256, 256, 128, 64, prefix_len=32768),
+        Workload("s_prefix4x8k_c64", 8192 + 512, 256, 128, 64, prefix_len=8192, num_prefixes=4),
         # To try the command, on a small model or without a GPU.
         Workload("s_try_c2", 24, 4, 4, 2),
+        Workload("s_prefix_try_c2", 48, 4, 4, 2, prefix_len=40, num_prefixes=2),
     )
 }
 
@@ -150,8 +170,33 @@ def write_model(folder: Path, num_layers: int = 32) -> Path:
     return folder
 
 
+def split_backend(name: str) -> tuple[str, dict[str, str]]:
+    """``BACKEND@VARIABLE=VALUE@…`` as the backend and what its server finds in the environment.
+
+    Raises
+    ------
+    ValueError
+        Naming an assignment that is none, and what is accepted.
+    """
+    backend, *assignments = name.split("@")
+    environ = {}
+    for text in assignments:
+        variable, equals, value = text.partition("=")
+        if not equals or not variable.startswith(("TILEWISE_", "VLLM_")):
+            raise ValueError(
+                f"{text!r} in --backends {name}; accepted: TILEWISE_…=value or VLLM_…=value"
+            )
+        environ[variable] = value
+    return backend, environ
+
+
 def server_command(
-    model: Path, backend: str, port: int, max_model_len: int, extra: Sequence[str] = ()
+    model: Path,
+    backend: str,
+    port: int,
+    max_model_len: int,
+    extra: Sequence[str] = (),
+    prefix_caching: bool = False,
 ) -> list[str]:
     """Return the command line of one server; `extra` comes last and may override."""
     return [
@@ -159,13 +204,31 @@ def server_command(
         "--served-model-name", "bench",
         "--host", HOST,
         "--port", str(port),
-        "--attention-backend", backend,
+        "--attention-backend", split_backend(backend)[0],
         "--load-format", "dummy",
         "--dtype", "bfloat16",
         "--seed", "0",
-        "--no-enable-prefix-caching",
+        "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
         "--max-model-len", str(max_model_len),
         *extra,
+    ]  # fmt: skip
+
+
+def _dataset(workload: Workload) -> list[str]:
+    """How ``vllm bench serve`` is to draw the prompts."""
+    if not workload.prefix_len:
+        return [
+            "--dataset-name", "random",
+            "--random-input-len", str(workload.input_len),
+            "--random-output-len", str(workload.output_len),
+            "--random-range-ratio", str(workload.range_ratio),
+        ]  # fmt: skip
+    return [
+        "--dataset-name", "prefix_repetition",
+        "--prefix-repetition-prefix-len", str(workload.prefix_len),
+        "--prefix-repetition-suffix-len", str(workload.input_len - workload.prefix_len),
+        "--prefix-repetition-num-prefixes", str(workload.num_prefixes),
+        "--prefix-repetition-output-len", str(workload.output_len),
     ]  # fmt: skip
 
 
@@ -182,10 +245,7 @@ def client_arguments(
         "--model", str(model),
         "--served-model-name", "bench",
         "--tokenizer", str(model),
-        "--dataset-name", "random",
-        "--random-input-len", str(workload.input_len),
-        "--random-output-len", str(workload.output_len),
-        "--random-range-ratio", str(workload.range_ratio),
+        *_dataset(workload),
         "--num-prompts", str(workload.num_prompts),
         "--max-concurrency", str(workload.concurrency),
         "--num-warmups", "2",

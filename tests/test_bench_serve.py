@@ -47,6 +47,32 @@ def test_commands_of_servers_and_clients(capsys):
     assert "--num-prompts 16 --max-concurrency 16" in clients[1]
 
 
+def test_servers_of_prefixes_cache_them_and_may_differ_in_a_setting(capsys):
+    ours = "TILEWISE@TILEWISE_SHARED_PREFIXES=on"
+    arguments = ["--dry-run", "--runs", "1", "--backends", f"{ours},FLASH_ATTN"]
+    assert serve.main([*arguments, "--workloads", "s_prefix4x8k_c64"]) == serve.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    servers = [line for line in lines if " serve /" in line and not line.startswith("  ")]
+    clients = [line for line in lines if line.startswith("  ")]
+    assert [re.search(r"--attention-backend (\w+)", s)[1] for s in servers] == [
+        "TILEWISE", "FLASH_ATTN"
+    ]  # fmt: skip
+    assert servers[0].startswith("TILEWISE_SHARED_PREFIXES=on ")
+    for server in servers:
+        assert " --enable-prefix-caching" in server
+        assert "--no-enable-prefix-caching" not in server
+    for client in clients:
+        assert "--dataset-name prefix_repetition --prefix-repetition-prefix-len 8192" in client
+        assert "--prefix-repetition-suffix-len 512 --prefix-repetition-num-prefixes 4" in client
+    assert workloads.split_backend(ours) == ("TILEWISE", {"TILEWISE_SHARED_PREFIXES": "on"})
+    job = serve_run.Job(ours, [], Path(), 1, Path("logs"), 1, [])
+    assert job.environ == {"TILEWISE_SHARED_PREFIXES": "on"}
+    log = serve_run.ServerRun(job, 1, 1).server_log
+    assert log.name == "server_TILEWISE-TILEWISE_SHARED_PREFIXES-on.log"
+    few = workloads.WORKLOADS["s_prefix4x8k_c64"].at_concurrency(3)
+    assert few.num_prompts % 4 == 0
+
+
 def test_without_a_gpu_no_server_is_started(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delenv("TILEWISE_CPU_PLATFORM", raising=False)
@@ -71,6 +97,8 @@ def test_each_run_has_other_prompts_and_the_same_for_every_backend(capsys):
         (["--concurrency", "4,x"], "--concurrency 'x'"),
         (["--concurrency", "0"], "positive whole numbers"),
         (["--backends", ","], "--backends names none"),
+        (["--backends", "A@PATH=/"], "'PATH=/' in --backends A@PATH=/; accepted: TILEWISE_"),
+        (["--workloads", "s_1k_128_c64,s_prefix32k_c64"], "workloads with prefixes, or without"),
         (["--runs", "0"], "--runs 0"),
         (["--resume"], "--resume needs --out"),
     ],
@@ -111,7 +139,10 @@ def test_workloads_are_the_named_ones():
         "s_8k_1k_c8": (8192, 1024, 16, 8, 0.0),
         "s_8k_1k_c64": (8192, 1024, 64, 64, 0.0),
         "s_ragged_c32": (4096, 256, 128, 32, 0.9),
+        "s_prefix32k_c64": (33024, 256, 128, 64, 0.0),
+        "s_prefix4x8k_c64": (8704, 256, 128, 64, 0.0),
         "s_try_c2": (24, 4, 4, 2, 0.0),
+        "s_prefix_try_c2": (48, 4, 4, 2, 0.0),
     }
     assert workloads.WORKLOADS["s_ragged_c32"].longest >= (4096 + 256) * 1.9
 
@@ -166,7 +197,7 @@ def scripts(monkeypatch):
     found: dict[str, tuple[str, str]] = {}
     started: list[tuple[str, subprocess.Popen]] = []
 
-    def start(command, log):
+    def start(command, log, environ=None):
         if "--attention-backend" in command:
             backend = command[command.index("--attention-backend") + 1]
             script = found[backend][0]
@@ -283,7 +314,7 @@ def test_an_interruption_leaves_finished_rows_and_no_process(tmp_path: Path):
 import subprocess, sys
 from tilewise.bench import serve, serve_run
 client = {slow!r}
-def start(command, log):
+def start(command, log, environ=None):
     code = {SLEEP!r} if "--attention-backend" in command else client
     return subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log,
                             start_new_session=True)
@@ -417,12 +448,18 @@ def test_the_client_waits_for_its_gate(tmp_path: Path):
            "commands": [["a", ["0"]], ["b", ["3"]]]}  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(job))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def open_gate(count):
+        # In one step, as the command does it: the client may be reading.
+        gate.with_suffix(".part").write_text(count)
+        gate.with_suffix(".part").replace(gate)
+
     process = subprocess.Popen(
         [sys.executable, serve_client.__file__, str(tmp_path / "job.json")],
         env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        gate.write_text("1")
+        open_gate("1")
         assert process.stdout.readline() == "=== a\n"
         deadline = time.monotonic() + 30
         while not status.read_text() and time.monotonic() < deadline:
@@ -431,7 +468,7 @@ def test_the_client_waits_for_its_gate(tmp_path: Path):
             {"name": "a", "code": 0}
         ]
         assert process.poll() is None
-        gate.write_text("2")
+        open_gate("2")
         assert process.wait(30) == 0
     finally:
         process.kill()

@@ -413,10 +413,10 @@ def check(
     with Borrowed(kv_cache, sequence.pages):
         write(impl, layer, kv_cache, sequence)
         key, value = read(impl, layer, kv_cache, sequence)
-        if sharded is None and attn.config.prefixes is not None:
-            _check_group(impl, layer, attn, kv_cache, sequence, (key, value))
         wrong = _written_errors(impl, layer, sequence, (key, value))
         _compare("cache_write", *wrong, attn, kv_cache)
+        if sharded is None and attn.config.prefixes is not None:
+            _check_group(impl, layer, attn, kv_cache, sequence, (key, value))
         largest = float(value[:seq_len].abs().max())
         bound = max(torch.finfo(attn.dtype).eps, SMALLEST_EPSILON) * largest
         kinds = (False, True) if has_spans(impl, layer) else (False,)

@@ -202,7 +202,9 @@ class PagedAttention:
             raise UnsupportedConfig("shared_prefixes with rotated_keys; accepted: one of them")
         if config.prefixes is not None and (config.window or config.pieces is not None):
             beside = f"window={config.window}" if config.window else "batch_invariant"
-            raise UnsupportedConfig(f"config has {config.prefixes} with {beside}; accepted: neither")
+            raise UnsupportedConfig(
+                f"config has {config.prefixes} with {beside}; accepted: one of them"
+            )
         if shared_prefixes and config.prefixes is None:
             device_kind = describe(self.device)
             config = prefix_rule.share_prefixes(config, device_kind, decode_query_len)

@@ -549,9 +549,9 @@ def test_a_refused_plan_leaves_nothing_to_run(device):
     others = torch.tensor([0, 10, 40], **ints)
     with pytest.raises(PlanMismatch, match="num_keys=-1"):
         attn.plan(starts, None, None, **sizes, kv_start_loc=others, num_keys=-1)
-    for given in (None, plan):
-        with pytest.raises(PlanMismatch, match="stale plan: made as number 1, .* or refused"):
-            attn.run(q, (k, v), plan=given)
+    for stale in (None, plan):
+        with pytest.raises(PlanMismatch, match=r"stale plan: made as number 1, .* or refused"):
+            attn.run(q, (k, v), plan=stale)
 
 
 def test_the_bound_on_units_of_shared_keys():

@@ -322,7 +322,7 @@ def test_a_refused_matrix_changes_nothing(device):
     q, k, v = inputs_of(m, device)
     before = attn.run(q, k, v)[:64].clone()
     all_blocks = dataclasses.replace(m, listed=((0, 1, 2, 3),) * 2)
-    with pytest.raises(PlanMismatch, match="mask is torch.bool"):
+    with pytest.raises(PlanMismatch, match=r"mask is torch\.bool"):
         attn.plan(
             *tensors_of(all_blocks, device), num_rows=64, num_cols=256,
             mask=torch.ones(1, 32, 64, dtype=torch.bool, device=device),

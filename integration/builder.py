@@ -183,8 +183,23 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             kv_cache_spec.head_size,
         )
         windows = _group_windows(kv_cache_spec, impls, several=self.is_encoder)
-        made = [PagedAttention(*heads, window=window, **options) for window in windows]
-        if load_settings(os.environ).shared_prefixes:
+        asked = load_settings(os.environ)
+        try:
+            made = [PagedAttention(*heads, window=window, **options) for window in windows]
+        except UnsupportedConfig as error:
+            if not any(name in str(error) for name in ("fp8_matmul", "rotated_keys")):
+                raise
+            raise UnsupportedConfig(
+                f"TILEWISE_FP8_ATTENTION={asked.fp8_attention} with {layer_names[0]}: {error} (off "
+                "computes such layers)"
+            ) from error
+        if asked.fp8_attention != "off" and not options["fp8_matmul"]:
+            logger.info(
+                "TILEWISE_FP8_ATTENTION has no effect on %d layers: %s (accepted: an e4m3 cache)",
+                len(layer_names),
+                "no cache" if self.is_encoder else f"a cache of {made[0].kv_dtype}",
+            )
+        if asked.shared_prefixes:
             why = self._why_not_share(made[0], 1 if shards is None else shards.count)
             if why is None:
                 made = [PagedAttention(*heads, shared_prefixes=True, **options)]

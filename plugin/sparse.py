@@ -8,6 +8,7 @@ plan counts, and they read, the blocks that are there and no others.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -259,7 +260,7 @@ class BlockSparseAttention:
         return BlockMask(mask)
 
 
-def _is_block_size(size: object) -> bool:
+def _is_block_size(size: Any) -> bool:
     """Whether it is rows and columns of a block."""
     pair = isinstance(size, tuple | list) and len(size) == 2
     return pair and all(isinstance(n, int) and n >= 1 for n in size)

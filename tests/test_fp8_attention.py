@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -96,6 +98,31 @@ def test_keys_come_into_the_cache_rotated(device, monkeypatch):
     for found, written in zip(held.split(HEAD_DIM, -1), (rotate(key), value), strict=True):
         bound = written.abs().float() * 2**-4 * 1.01 + 0.05 * 2**-10
         assert ((found - written).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "head_size", "why"),
+    [
+        ("rotated", 96, "rotated_keys with head_dim=96; accepted: powers of two"),
+        ("fp8", 512, "fp8_matmul with head_dim=512; accepted: 17 to 256"),
+    ],
+)
+def test_layers_that_cannot_heed_it_are_named(value, head_size, why, device, monkeypatch):
+    """By the variable: nobody wrote the names of our options."""
+    monkeypatch.setenv(VARIABLE, value)
+    layer = make_layer(device, kv_cache_dtype="fp8", head_size=head_size)
+    with pytest.raises(UnsupportedConfig, match=rf"{VARIABLE}={value} with layer\.0: {why} \(off"):
+        make_builder(device, layer)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp8_e5m2", "float8_e5m2"), ("auto", "float16")])
+def test_layers_that_do_not_heed_it_are_logged(kind, dtype, device, monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, "rotated")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.tilewise")
+    make_builder(device, make_layer(device, kv_cache_dtype=kind))
+    text = f"{VARIABLE} has no effect on 1 layers: a cache of torch.{dtype} (accepted: an e4m3"
+    assert text in caplog.text
 
 
 def test_a_value_that_is_none_is_refused():

@@ -45,6 +45,9 @@ FP8_ROOM = 1.0 + 2.0**-16
 # have to fit into fp16.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-6, 2.0**6
 LARGE_PAGE = 128
+# Key tiles before the last page where requests may share pages: a group of two, three or more
+# requests is worth it then (``tilewise.prefix_rule``), but of the largest head groups.
+SHARED_TILES = 24
 
 
 @dataclass
@@ -109,9 +112,14 @@ def make_sequence(
         Elements between the rows of keys and of values, as where they are parts of a wider matrix.
     """
     num_pages, heads, page_size, width = kv_cache.shape
-    count = min(num_pages, 3 if page_size <= LARGE_PAGE else 2)
+    wanted = 3 if page_size <= LARGE_PAGE else 2
+    if attn.config.prefixes is not None:
+        # Enough in common that two requests read it once.
+        wanted = max(wanted, 1 + -(-SHARED_TILES * attn.config.decode.block_n // page_size))
+    count = min(num_pages, wanted)
     # The last page has the largest address; the order is not that of memory.
-    ids = [num_pages - 1, 0, num_pages // 2][:count]
+    ids = [num_pages - 1, 0, num_pages // 2, *range(num_pages - 2, 0, -1)]
+    ids = list(dict.fromkeys(ids))[:count]
     # A last page that is neither empty nor full.
     seq_len = (count - 1) * page_size + 5 if count > 1 else page_size - 3
     table = torch.tensor([ids], dtype=torch.int32, device=attn.device)
@@ -161,9 +169,11 @@ def batches_of(
     kernels = (False, True) if attn.config.decodes_few(1) else (False,)
     batches = list(sequence.batches)
     if attn.config.prefixes is not None:
-        # A single request goes another way, and bounds may have left nothing but such.
-        most = min(2, attn.max_num_reqs, attn.max_num_tokens)
-        batches += [[(1, len(sequence.key))] * count for count in sorted({1, most})]
+        # A single request goes another way, and bounds may have left nothing but such.  More than
+        # two share where the heads of two fill as many tiles as they have.
+        most = min(attn.max_num_reqs, attn.max_num_tokens)
+        counts = {min(count, most) for count in (1, 2, 4)}
+        batches += [[(1, len(sequence.key))] * count for count in sorted(counts)]
     found: list[tuple[Any, dict[str, Any]]] = [
         (batch, {"many": many}) for batch, many in product(batches, kernels)
     ]

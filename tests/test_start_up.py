@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tilewise import attention as prefixes
 from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import impl as impl_module
@@ -107,6 +108,29 @@ def checks():
 
 
 # -- what passes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "pages", "groups"), [(2, 120, 1), (40, 120, 1), (2, 7, 0)])
+def test_requests_that_share_pages_are_checked(heads, pages, groups, device, monkeypatch):
+    """Where the cache has pages enough, the part that a group reads once is computed too."""
+    monkeypatch.setenv("TILEWISE_SHARED_PREFIXES", "1")
+    layer = make_layer(device, num_heads=heads, num_kv_heads=1)
+    builder = make_builder(device, layer)
+    found = []
+    original = prefixes.prefix_decode_attention
+
+    def spy(*args, **options):
+        original(*args, **options)
+        found.append(builder.attn._shared.shared_header[1].item())
+
+    monkeypatch.setattr(prefixes, "prefix_decode_attention", spy)
+    cache = make_cache(device, pages=pages, heads=1)
+    before = cache.clone()
+    layer.bind_kv_cache(cache)
+    assert torch.equal(cache, before)
+    assert checks() == (1, 0)
+    assert max(found) == groups
+
 
 FEATURES = {
     "plain": {},

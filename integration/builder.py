@@ -153,6 +153,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         for impl in impls.values():
             impl.keep_through_sleep()
         dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
+        _refuse_mixed_rotation(layer_names, vllm_config)
         parallel = vllm_config.parallel_config
         shards = None if self.is_encoder else group_shards(kv_cache_spec, parallel)
         # Graphs may be captured for more requests than are ever scheduled.
@@ -183,12 +184,26 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             kv_cache_spec.head_size,
         )
         windows = _group_windows(kv_cache_spec, impls, several=self.is_encoder)
-        made = [PagedAttention(*heads, window=window, **options) for window in windows]
-        asked = load_settings(os.environ).shared_prefixes
-        if asked != "off":
+        asked = load_settings(os.environ)
+        try:
+            made = [PagedAttention(*heads, window=window, **options) for window in windows]
+        except UnsupportedConfig as error:
+            if not any(name in str(error) for name in ("fp8_matmul", "rotated_keys")):
+                raise
+            raise UnsupportedConfig(
+                f"TILEWISE_FP8_ATTENTION={asked.fp8_attention} with {layer_names[0]}: {error} (off "
+                "computes such layers)"
+            ) from error
+        if asked.fp8_attention != "off" and not options["fp8_matmul"]:
+            logger.info(
+                "TILEWISE_FP8_ATTENTION has no effect on %d layers: %s (accepted: an e4m3 cache)",
+                len(layer_names),
+                "no cache" if self.is_encoder else f"a cache of {made[0].kv_dtype}",
+            )
+        if asked.shared_prefixes != "off":
             why = self._why_not_share(made[0], 1 if shards is None else shards.count)
             if why is None:
-                sharing = "always" if asked == "always" else True
+                sharing = "always" if asked.shared_prefixes == "always" else True
                 made = [PagedAttention(*heads, shared_prefixes=sharing, **options)]
             else:
                 logger.info(
@@ -487,6 +502,28 @@ def _group_dtypes(
         )
     kv_dtype = next(iter(kv_dtypes.values()), None)
     return (kv_cache_spec.dtype if kv_dtype is None else vllm_config.model_config.dtype), kv_dtype
+
+
+def _refuse_mixed_rotation(layer_names: list[str], vllm_config: VllmConfig) -> None:
+    """Raise where a layer reads another's cache and one of the two does not rotate keys.
+
+    So does a drafter's layer of another backend: it would read rotated keys as they lie.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    rotates = {
+        name: bool(getattr(getattr(layer, "impl", None), "rotated_keys", False))
+        for name, layer in layers.items()
+    }
+    for reader, layer in layers.items():
+        owner = getattr(layer, "kv_sharing_target_layer_name", None)
+        ours = owner in rotates and not {reader, owner}.isdisjoint(layer_names)
+        if ours and rotates[reader] != rotates[owner]:
+            rotating, other = (reader, owner) if rotates[reader] else (owner, reader)
+            raise UnsupportedConfig(
+                f"{reader} reads the KV cache of {owner}; TILEWISE_FP8_ATTENTION=rotated rotates "
+                f"keys in {rotating}, and {other} takes them as they are (accepted: both layers "
+                "with tilewise, or off or fp8)"
+            )
 
 
 def _group_windows(

@@ -141,13 +141,15 @@ def _check_scale(
         return
     if not fp8_format:
         raise ValueError(f"{name} is given for a cache that is not fp8; accepted: None")
+    if not isinstance(scale, torch.Tensor):
+        raise ValueError(f"{name}={scale!r}; accepted: a tensor or None")
     pages, heads = k_cache.shape[:2]
-    of_pages = scale.shape == (pages, heads)
-    fits = (of_pages or scale.numel() in (1, heads)) and scale.is_contiguous()
+    # Two axes say that there is one for every page: no others may have them.
+    fits = scale.shape in ((), (1,), (heads,), (pages, heads)) and scale.is_contiguous()
     if not fits or scale.dtype != torch.float32 or scale.device != k_cache.device:
         raise ValueError(
             f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; accepted: "
-            f"contiguous torch.float32 of 1, {heads} or ({pages}, {heads}) elements on "
+            f"contiguous torch.float32 of shape (), (1,), ({heads},) or ({pages}, {heads}) on "
             f"{k_cache.device}"
         )
 
@@ -187,7 +189,7 @@ def write_kv_cache(
         Store fp8, in this format of ``tilewise.kernels.fp8``: the bytes nearest to the value over
         its scale, ties to even, with what is too large (infinities too) stored as the largest
         finite value.  NaN stays NaN.
-    k_scale, v_scale : Tensor[1], [num_kv_heads] or [num_pages, num_kv_heads], fp32, optional
+    k_scale, v_scale : Tensor[], [1], [num_kv_heads] or [num_pages, num_kv_heads], fp32, optional
         Contiguous; divisors with ``fp8_format``; None for 1.
     rotated : bool
         Rotate keys before they are rounded to fp8 (``tilewise.kernels.hadamard``); head_dim must
@@ -203,7 +205,7 @@ def write_kv_cache(
     _check_scale("v_scale", v_scale, k_cache, fp8_format)
     _check_rotation(rotated, fp8_format, k_cache.shape[3])
     kv = KvCache(k_cache, v_cache, fp8_format, k_scale, v_scale, rotated=rotated)
-    if kv.page_scales and {1} & {x.dim() for x in (k_scale, v_scale) if x is not None}:
+    if len({x.dim() == 2 for x in (k_scale, v_scale) if x is not None}) > 1:
         raise ValueError("scales of pages with scales of heads; accepted: both of the same kind")
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:

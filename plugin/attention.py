@@ -205,6 +205,11 @@ class PagedAttention:
             )
         if shared_prefixes and rotated_keys:
             raise UnsupportedConfig("shared_prefixes with rotated_keys; accepted: one of them")
+        if config.prefixes is not None and (config.window or config.pieces is not None):
+            beside = f"window={config.window}" if config.window else "batch_invariant"
+            raise UnsupportedConfig(
+                f"config has {config.prefixes} with {beside}; accepted: one of them"
+            )
         if shared_prefixes and config.prefixes is None:
             device_kind = describe(self.device)
             config = prefix_rule.share_prefixes(config, device_kind, decode_query_len)
@@ -339,6 +344,9 @@ class PagedAttention:
         PlanMismatch
             When the batch exceeds the bounds given at construction, or a tensor does not fit.
         """
+        # First, since what refuses a batch may come after some of its buffers are written: the
+        # plan before it is stale either way.
+        self._generation += 1
         if seq_lens is None:
             seq_lens = self._count_rows(query_start_loc, block_table, kv_start_loc)
         elif block_table is None:
@@ -361,7 +369,6 @@ class PagedAttention:
             tiles = plan_rule.max_prefill_tiles(
                 num_tokens, num_reqs, cfg.prefill_block_q, spans is not None
             )
-        self._generation += 1
         options: dict[str, Any] = {**cfg.piece_constants}
         why_plain = policy.why_plain_batch(
             causal is True,
@@ -652,8 +659,9 @@ class PagedAttention:
             raise PlanMismatch("the plan was made by another PagedAttention object")
         if plan.generation != self._generation:
             raise PlanMismatch(
-                f"stale plan: made as number {plan.generation}, the buffers now hold "
-                f"number {self._generation}; run every layer of a batch before the next plan()"
+                f"stale plan: made as number {plan.generation}, the buffers now belong to number "
+                f"{self._generation}, planned or refused; run every layer of a batch before the "
+                "next plan()"
             )
         return plan
 
@@ -705,8 +713,11 @@ class PagedAttention:
         if plan.block_table is None:
             return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
         pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
+        if len(pair) not in (1, 2):
+            raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
         tensors = (q, *pair) if out is None else (q, out, *pair)
         pages = pair[0].shape[0]
+        self._checks.are_tensors(k_scale=k_scale, v_scale=v_scale)
         same_pages = pages == pair[-1].shape[0]
         layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
         scales = (k_scale, v_scale)

@@ -253,8 +253,6 @@ class Checks:
                 f"kv_cache has shape {tuple(pair[0].shape)}; accepted: "
                 f"[pages, {g.num_kv_heads}, {g.page_size}, {2 * g.head_dim}]"
             )
-        if len(pair) not in (1, 2):
-            raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
         accepted = (self.kv_dtype, torch.uint8) if self.fp8_format else (self.kv_dtype,)
         for name, x in (("k cache", pair[0]), ("v cache", pair[-1])):
             if x.dtype not in accepted or x.device != self.device:
@@ -278,10 +276,17 @@ class Checks:
             )
         return kv
 
+    def are_tensors(self, **given: torch.Tensor | None) -> None:
+        """What may be left out, but is a tensor where it is not: no number, no list."""
+        for name, x in given.items():
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise PlanMismatch(f"{name}={x!r}; accepted: a tensor or None")
+
     def per_head(self, name: str, x: torch.Tensor | None) -> None:
         """One number of each query head."""
         if x is None:
             return
+        self.are_tensors(**{name: x})
         heads = self.geometry.num_q_heads
         if x.shape != (heads,) or (heads > 1 and x.stride(0) != 1):
             raise PlanMismatch(
@@ -300,8 +305,7 @@ class Checks:
             accepted = self.dtype if scale is None else FP8_OUT
             given = "without" if scale is None else "with"
             raise PlanMismatch(f"out is {out.dtype} {given} out_scale; accepted: {accepted}")
-        if scale is not None and not isinstance(scale, torch.Tensor):
-            raise PlanMismatch(f"out_scale={scale!r}; accepted: a tensor or None")
+        self.are_tensors(out_scale=scale)
         if scale is not None and (
             scale.shape not in ((), (1,))
             or scale.dtype != torch.float32

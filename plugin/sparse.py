@@ -8,6 +8,7 @@ plan counts, and they read, the blocks that are there and no others.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -69,9 +70,9 @@ class BlockSparseAttention:
         batch_invariant: bool = False,
         config: policy.Config | None = None,
     ) -> None:
-        if len(block_size) != 2 or min(block_size) < 1:
+        if not _is_block_size(block_size):
             raise UnsupportedConfig(
-                f"block_size={block_size}; accepted: (rows, columns), each 1 or more"
+                f"block_size={block_size!r}; accepted: (rows, columns), each an int of 1 or more"
             )
         if dtype not in SUPPORTED_DTYPES:
             raise UnsupportedConfig(f"dtype={dtype}; accepted: {names_of(SUPPORTED_DTYPES)}")
@@ -156,6 +157,7 @@ class BlockSparseAttention:
         """
         rows, columns = self.block_size
         self._check_matrix(indptr, indices, num_rows, num_cols)
+        key_mask = self._mask(mask, indices.shape[0])  # refused before anything is written
         block_rows = indptr.shape[0] - 1
         starts = self._query_start_loc[: block_rows + 1]
         torch.clamp(self._row_starts[: block_rows + 1], max=num_rows, out=starts)
@@ -165,7 +167,7 @@ class BlockSparseAttention:
         return self._attn.plan(
             starts, lengths, indices, num_tokens=num_rows, max_query_len=min(rows, num_rows),
             has_decode=shortest <= policy.DECODE_MAX_QUERY_LEN, causal=False, kv_start_loc=indptr,
-            num_keys=num_cols, mask=self._mask(mask, indices.shape[0]),
+            num_keys=num_cols, mask=key_mask,
         )  # fmt: skip
 
     def run(
@@ -258,6 +260,12 @@ class BlockSparseAttention:
         return BlockMask(mask)
 
 
+def _is_block_size(size: Any) -> bool:
+    """Whether it is rows and columns of a block."""
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    return pair and all(isinstance(n, int) and n >= 1 for n in size)
+
+
 def to_blocks(
     mask: torch.Tensor, block_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -283,6 +291,10 @@ def to_blocks(
     PlanMismatch
         With what the mask has and what is accepted.
     """
+    if not _is_block_size(block_size):
+        raise PlanMismatch(
+            f"block_size={block_size!r}; accepted: (rows, columns), each an int of 1 or more"
+        )
     rows, columns = block_size
     if mask.dim() != 2 or mask.dtype != torch.bool or mask.shape[1] % columns:
         raise PlanMismatch(

@@ -379,11 +379,14 @@ def test_shared_caches_are_not_written():
 # -- shared prefixes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("switch", "shared"), [(None, False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("switch", "shared"), [(None, False), ("0", False), ("1", True), ("on", True), ("always", True)]
+)
 def test_a_setting_lets_decodes_share_prefixes(switch, shared, monkeypatch):
     if switch is not None:
         monkeypatch.setenv("TILEWISE_SHARED_PREFIXES", switch)
     builder = make_builder()
+    assert builder.attn.share_always == (switch == "always")
     assert (builder.attn.config.prefixes is not None) == shared
     assert builder.build(0, make_batch([1, 1, 1])).plan.shared == shared
     # Padded requests of a captured shape do not change the kind of plan.

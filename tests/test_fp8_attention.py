@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
-from test_start_up import HEAD_DIM, KV_HEADS, PAGE, checks, make_builder, make_cache, make_layer
+from test_start_up import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    checks,
+    make_builder,
+    make_cache,
+    make_layer,
+)
 
 from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
@@ -96,6 +108,54 @@ def test_keys_come_into_the_cache_rotated(device, monkeypatch):
     for found, written in zip(held.split(HEAD_DIM, -1), (rotate(key), value), strict=True):
         bound = written.abs().float() * 2**-4 * 1.01 + 0.05 * 2**-10
         assert ((found - written).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "head_size", "why"),
+    [
+        ("rotated", 96, "rotated_keys with head_dim=96; accepted: powers of two"),
+        ("fp8", 512, "fp8_matmul with head_dim=512; accepted: 17 to 256"),
+    ],
+)
+def test_layers_that_cannot_heed_it_are_named(value, head_size, why, device, monkeypatch):
+    """By the variable: nobody wrote the names of our options."""
+    monkeypatch.setenv(VARIABLE, value)
+    layer = make_layer(device, kv_cache_dtype="fp8", head_size=head_size)
+    with pytest.raises(UnsupportedConfig, match=rf"{VARIABLE}={value} with layer\.0: {why} \(off"):
+        make_builder(device, layer)
+
+
+@pytest.mark.parametrize("reader", ["layer.0", "layer.1"])
+@pytest.mark.parametrize(("value", "backends", "refused"), [
+    ("rotated", 2, True), ("rotated", 1, False), ("fp8", 2, False),
+])  # fmt: skip
+def test_a_shared_cache_is_rotated_for_all_or_none(
+    reader, value, backends, refused, device, monkeypatch
+):
+    """A drafter's layer of another backend reads the target's cache, or the other way round."""
+    monkeypatch.setenv(VARIABLE, value)
+    ours, other = (make_layer(device, kv_cache_dtype="fp8") for _ in range(2))
+    if backends == 2:
+        other.impl = SimpleNamespace(num_heads=HEADS)
+    named = {"layer.0": ours, "layer.1": other}
+    named[reader].kv_sharing_target_layer_name = next(n for n in named if n != reader)
+    if not refused:
+        make_builder(device, ours, other)
+        return
+    with pytest.raises(
+        UnsupportedConfig, match=rf"{reader} reads .* rotates keys in layer\.0, and layer\.1"
+    ):
+        make_builder(device, ours, other)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp8_e5m2", "float8_e5m2"), ("auto", "float16")])
+def test_layers_that_do_not_heed_it_are_logged(kind, dtype, device, monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, "rotated")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.tilewise")
+    make_builder(device, make_layer(device, kv_cache_dtype=kind))
+    text = f"{VARIABLE} has no effect on 1 layers: a cache of torch.{dtype} (accepted: an e4m3"
+    assert text in caplog.text
 
 
 def test_a_value_that_is_none_is_refused():

@@ -222,7 +222,15 @@ def test_cache_write_stores_the_nearest_bytes(model_dtype, dtype, scales, layout
     [
         ({"fp8_format": "e3m4"}, "fp8_format='e3m4'; accepted: '', 'e4m3', 'e5m2'"),
         ({"fp8_format": ""}, "k_cache is torch.uint8 with fp8_format=''"),
-        ({"k_scale": torch.ones(2)}, r"k_scale is torch.float32 \(2,\).*1, 3 or \(2, 3\) elements"),
+        (
+            {"k_scale": torch.ones(2)},
+            r"k_scale is torch.float32 \(2,\).*\(1,\), \(3,\) or \(2, 3\) on",
+        ),
+        # Of two axes, so read as scales of pages that are not there.
+        ({"k_scale": torch.ones(1, 3)}, r"k_scale is torch.float32 \(1, 3\)"),
+        ({"v_scale": torch.ones(3, 1)}, r"v_scale is torch.float32 \(3, 1\)"),
+        ({"v_scale": torch.ones(1, 1)}, r"v_scale is torch.float32 \(1, 1\)"),
+        ({"k_scale": 0.5}, "k_scale=0.5; accepted: a tensor or None"),
         ({"v_scale": torch.ones(1).half()}, "v_scale is torch.float16"),
         ({"k_scale": (torch.ones(6), 2)}, "k_scale is .*contiguous"),
     ],
@@ -240,3 +248,17 @@ def test_cache_writes_that_make_no_sense_are_named(change, named, device):
         write_kv_cache(cache, cache, key, key, slots, **{"fp8_format": "e4m3_bits"} | change)
     with pytest.raises(ValueError, match="k_scale is given for a cache that is not fp8"):
         write_kv_cache(cache.float(), cache.float(), key, key, slots, k_scale=key[0, 0, :1])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_scales_of_pages_go_with_no_others(shape, device):
+    """One of the two would be read as if every page had some."""
+    cache = torch.zeros(2, 3, 16, 64, dtype=torch.uint8, device=device)
+    key, slots = torch.ones(4, 3, 64, device=device), torch.arange(4, device=device)
+    of_pages, other = (torch.ones(x, device=device) for x in ((2, 3), shape))
+    for k_scale, v_scale in ((of_pages, other), (other, of_pages)):
+        with pytest.raises(ValueError, match="scales of pages with scales of heads"):
+            write_kv_cache(
+                cache, cache, key, key, slots, fp8_format="e4m3_bits",
+                k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip

@@ -299,6 +299,23 @@ def test_scales_that_do_not_fit_are_refused(page_size, k_shape, v_shape, named, 
         attn.run(batch.q, batch.kv_cache, k_scale=scales[0], v_scale=scales[1])
 
 
+def test_what_is_no_tensor_is_named(device):
+    case = Case(((20, 0),), dtype=BF16, kv_dtype=E4M3)
+    batch = make_batch(case, device)
+    attn = make_attention(case, device)
+    plan_batch(attn, batch)
+    for given, text in (
+        ({"k_scale": 0.5}, "k_scale=0.5; accepted: a tensor or None"),
+        ({"v_scale": 2}, "v_scale=2; accepted"),
+        ({"sinks": [1.0]}, r"sinks=\[1.0\]; accepted"),
+        ({"alibi_slopes": [1.0]}, r"alibi_slopes=\[1.0\]; accepted"),
+    ):
+        with pytest.raises(PlanMismatch, match=text):
+            attn.run(batch.q, batch.kv_cache, **given)
+    with pytest.raises(PlanMismatch, match=r"tuple of 0; accepted: \(k, v\)"):
+        attn.run(batch.q, ())
+
+
 @pytest.mark.parametrize(
     ("arch", "kv_size", "named"),
     [(80, 1, "compute capability 8.0"), (90, 2, "2 bytes an element")],

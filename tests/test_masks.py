@@ -536,6 +536,24 @@ def test_starts_that_do_not_fit(device):
         attn.run(q, (k[:39], v))
 
 
+def test_a_refused_plan_leaves_nothing_to_run(device):
+    """Its batch may be in the buffers already: the plan before it must not run on that."""
+    case = Case(((4, 0), (2, 0)))
+    q, k, v, q_starts, k_starts = make_ragged(case, ((4, 30), (2, 10)), device)
+    attn = make_attention(case, device)
+    ints = {"dtype": torch.int32, "device": device}
+    starts, keys = torch.tensor(q_starts, **ints), torch.tensor(k_starts, **ints)
+    sizes = {"num_tokens": 6, "max_query_len": 4}
+    plan = attn.plan(starts, None, None, **sizes, kv_start_loc=keys, num_keys=40)
+    attn.run(q, (k, v))
+    others = torch.tensor([0, 10, 40], **ints)
+    with pytest.raises(PlanMismatch, match="num_keys=-1"):
+        attn.plan(starts, None, None, **sizes, kv_start_loc=others, num_keys=-1)
+    for stale in (None, plan):
+        with pytest.raises(PlanMismatch, match=r"stale plan: made as number 1, .* or refused"):
+            attn.run(q, (k, v), plan=stale)
+
+
 def test_the_bound_on_units_of_shared_keys():
     config = policy.choose(policy.Geometry(8, 2, 64, 64, 2), policy.INTERPRETER)
     for lengths in ([0, 0, 0], [1, 64, 65], [1000, 0, 1], [64, 64, 64]):

@@ -48,6 +48,8 @@ def groups_seen(monkeypatch) -> list[int]:
         (PAGE, 7, torch.float16, {}),
         (64, 3, torch.bfloat16, {"sinks": torch.tensor([2.0, -1.0, 0.5, 3.0])}),
         (48, 2, torch.float32, {"logits_soft_cap": 2.0}),
+        # Two requests have as many query tiles as the heads of one.
+        (PAGE, 7, torch.float16, {"num_heads": 20, "num_kv_heads": 1}),
     ],
 )
 def test_a_group_is_formed_and_right(device, monkeypatch, page, pages, dtype, features):
@@ -57,7 +59,8 @@ def test_a_group_is_formed_and_right(device, monkeypatch, page, pages, dtype, fe
     layer = make_layer(device, **features)
     builder = make_builder(device, layer, page=page, dtype=dtype)
     assert builder.attn.config.prefixes is not None
-    cache = make_cache(device, pages=pages, page=page, dtype=dtype)
+    heads = features.get("num_kv_heads", 2)
+    cache = make_cache(device, pages=pages, heads=heads, page=page, dtype=dtype)
     before = cache.clone()
     layer.bind_kv_cache(cache)
     assert 1 in seen

@@ -368,6 +368,10 @@ def test_bad_arguments_are_named(device):
     config = make_attention(case, str(device), shared_prefixes="always").config
     with pytest.raises(UnsupportedConfig, match="shared_prefixes=False"):
         make_attention(case, str(device), config=config)
+    for beside, named in (({"window": 100}, "window=100"), ({}, "batch_invariant")):
+        options = {"batch_invariant": not beside, "shared_prefixes": True, "config": config}
+        with pytest.raises(UnsupportedConfig, match=f"PrefixTiles.* with {named}; accepted"):
+            make_attention(dataclasses.replace(case, **beside), str(device), **options)
     cached = dataclasses.replace(case, kv_dtype=torch.float8_e4m3fn, dtype=FP16)
     with pytest.raises(UnsupportedConfig, match="shared_prefixes with rotated_keys"):
         make_attention(cached, str(device), shared_prefixes="always", rotated_keys=True)

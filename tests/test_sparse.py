@@ -1,6 +1,7 @@
 """Block-sparse rows: the blocks that are listed are read, and no others; elements inside them."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -311,6 +312,31 @@ def test_any_matrix(device, block, block_rows, short, columns, group, form, seed
     mask = None if form == "none" else element_mask(m, seed)
     given_mask = packed(m, mask) if form == "packed" else mask
     run_sparse(m, make_sparse(m, device), device, mask, given_mask)
+
+
+def test_a_refused_matrix_changes_nothing(device):
+    """The rows of blocks of the plan before it are still those that are walked."""
+    m = matrix(64, 256, (32, 64), density=0.5)
+    attn = make_sparse(m, device)
+    attn.plan(*tensors_of(m, device), num_rows=64, num_cols=256)
+    q, k, v = inputs_of(m, device)
+    before = attn.run(q, k, v)[:64].clone()
+    all_blocks = dataclasses.replace(m, listed=((0, 1, 2, 3),) * 2)
+    with pytest.raises(PlanMismatch, match=r"mask is torch\.bool"):
+        attn.plan(
+            *tensors_of(all_blocks, device), num_rows=64, num_cols=256,
+            mask=torch.ones(1, 32, 64, dtype=torch.bool, device=device),
+        )  # fmt: skip
+    assert torch.equal(attn.run(q, k, v)[:64], before)
+
+
+@pytest.mark.parametrize("size", [16, (16,), (0, 64), (16, -1), (16, 64.0), None])
+def test_sizes_that_are_no_blocks(size, device):
+    text = re.escape(f"block_size={size!r}; accepted: (rows, columns), each an int of 1 or more")
+    with pytest.raises(UnsupportedConfig, match=text):
+        make_sparse(Matrix(32, 128, size, ((0,),)), device)
+    with pytest.raises(PlanMismatch, match=text):
+        to_blocks(torch.ones(32, 128, dtype=torch.bool), size)
 
 
 def test_what_does_not_fit(device):

@@ -242,13 +242,17 @@ def test_kernels_are_kept_where_the_next_start_looks(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TRITON_HOME", raising=False)
     monkeypatch.setattr(compiler_interface, "_last_inductor_triton_cache_dir", None)
+    point_to = getattr(
+        compiler_interface, "initialize_inductor_cache",
+        compiler_interface.InductorAdaptor().initialize_cache,  # of vLLM 0.32
+    )  # fmt: skip
     seen = []
     with triton_cache.kept():
         seen.append(os.environ["TRITON_CACHE_DIR"])
     assert "TRITON_CACHE_DIR" not in os.environ
     for root in (tmp_path / "torch_compile_cache" / "0123", tmp_path / "named_in_the_config"):
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-        compiler_interface.initialize_inductor_cache(str(root))
+        point_to(str(root))
         assigned = os.environ["TRITON_CACHE_DIR"]
         with triton_cache.kept():
             seen.append(os.environ["TRITON_CACHE_DIR"])

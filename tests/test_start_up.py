@@ -242,10 +242,9 @@ def test_kernels_are_kept_where_the_next_start_looks(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TRITON_HOME", raising=False)
     monkeypatch.setattr(compiler_interface, "_last_inductor_triton_cache_dir", None)
-    point_to = getattr(
-        compiler_interface, "initialize_inductor_cache",
-        compiler_interface.InductorAdaptor().initialize_cache,  # of vLLM 0.32
-    )  # fmt: skip
+    point_to = getattr(compiler_interface, "initialize_inductor_cache", None)
+    if point_to is None:  # vLLM 0.32
+        point_to = compiler_interface.InductorAdaptor().initialize_cache
     seen = []
     with triton_cache.kept():
         seen.append(os.environ["TRITON_CACHE_DIR"])

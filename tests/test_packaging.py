@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -74,7 +75,10 @@ def dists(tmp_path_factory):
     call(*build, "--wheel", "--outdir", work / "direct", source, cwd=work)
     call(*build, "--sdist", "--outdir", work, source, cwd=work)
     (sdist,) = work.glob("*.tar.gz")
-    shutil.unpack_archive(sdist, work / "unpacked", filter="data")
+    # Python 3.11.3 and earlier know no filters.
+    filters = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work / "unpacked", **filters)
     (unpacked,) = (work / "unpacked").iterdir()
     call(*build, "--wheel", "--outdir", work / "via_sdist", unpacked, cwd=work)
     (direct,) = (work / "direct").glob("*.whl")

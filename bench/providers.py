@@ -72,7 +72,8 @@ def _nhd(kv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Tilewise(Provider):
     """Our own kernels, through `PagedAttention`; plain ones only on request.
 
-    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.
+    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.  A
+    ``config`` goes before the policy's choice.
     """
 
     module = "tilewise.attention"
@@ -84,8 +85,10 @@ class Tilewise(Provider):
         plain: bool = False,
         shared_prefixes: bool = False,
         fp8_matmul: bool = False,
+        config: Any = None,
     ) -> None:
         self.name = name
+        self.config = config
         self.page_size = page_size
         self.plain = plain
         self.shared_prefixes = shared_prefixes
@@ -111,7 +114,7 @@ class Tilewise(Provider):
         cache = inputs.paged(self.page_size)
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         query_len = case.max_q_len if case.kind == "decode" else 1
-        config = None
+        config = self.config
         if self.plain:
             device = describe(torch.device(inputs.device))
             sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)

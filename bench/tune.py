@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tilewise import tuned
 from tilewise.bench import report
-from tilewise.bench.cases import Case, shrink
+from tilewise.bench.cases import shrink
 from tilewise.bench.tune_candidates import Subject, candidates, gain, is_better, subjects
 from tilewise.errors import UnsupportedConfig
 from tilewise.geometry import Device, Tiles
@@ -102,40 +101,19 @@ class Bench:
             cases = [shrink(case, 100, 2) for case in cases]
         self.inputs = {case.name: CaseInputs(case, where, args.layers) for case in cases}
 
-    def runner(self, tiles: Tiles, name: str) -> Callable[[int], object]:
-        """A callable that enqueues one layer over a copy of a batch's inputs."""
-        import torch
+    def calls(self, tiles: Tiles, name: str) -> list[Callable[[], object]]:
+        """For each copy of a batch's inputs a callable that enqueues one layer."""
+        from tilewise.bench.providers import Tilewise
 
-        from tilewise.attention import PagedAttention
-
-        inputs = self.inputs[name]
-        case: Case = inputs.case
         table = tuned.NONE.with_tiles(self.device.arch, self.subject.kind(self.device), tiles)
         config = self.subject.config(self.device, table)
         given = chosen_of(self.subject.tiles(config))
         if given != chosen_of(tiles):
             raise UnsupportedConfig(f"{given} would be launched, not {chosen_of(tiles)}")
-        attn = PagedAttention(
-            case.num_q_heads, case.num_kv_heads, case.head_dim,
-            page_size=self.subject.page_size, dtype=torch.bfloat16, kv_dtype=inputs.kv_dtype,
-            max_num_reqs=case.num_reqs, max_num_tokens=case.num_tokens,
-            device=str(inputs.device), config=config,
-        )  # fmt: skip
-        cache = inputs.paged(self.subject.page_size)
-        plan = attn.plan(
-            inputs.query_start_loc, inputs.seq_lens, cache.block_table,
-            num_tokens=case.num_tokens, max_query_len=case.max_q_len,
-            has_decode=any(q_len <= 16 for q_len in case.q_lens),
-        )  # fmt: skip
-        one = torch.ones((), device=inputs.device) if case.kv_itemsize == 1 else None
-
-        def call(copy: int) -> None:
-            attn.run(
-                inputs.q[copy], cache.kv[copy], scale=inputs.scale, out=inputs.out[copy],
-                plan=plan, k_scale=one, v_scale=one,
-            )  # fmt: skip
-
-        return call
+        inputs = self.inputs[name]
+        provider = Tilewise("tune", self.subject.page_size, config=config)
+        (build,) = provider.candidates(inputs.case, inputs).values()
+        return build().calls
 
     def check(self, tiles: Tiles) -> tuple[dict[str, float], str]:
         """Times of one call in microseconds by batch, and what was wrong, "" if nothing was."""
@@ -147,15 +125,15 @@ class Bench:
         times = {}
         for name, inputs in self.inputs.items():
             try:
-                call = self.runner(tiles, name)
+                call = self.calls(tiles, name)[0]
                 inputs.poison_outputs()
-                call(0)
+                call()
             except (CompilationError, OutOfResources, PTXASError) as error:
                 return {}, f"does not compile: {type(error).__name__}"
             gate = inputs.check()
             if not gate.passed:
                 return {}, f"gate: {gate.reason}"
-            times[name] = estimate_us(partial(call, 0), inputs.device)
+            times[name] = estimate_us(call, inputs.device)
         return times, ""
 
     def compare(self, finalists: Sequence[Tiles]) -> list[dict[str, Any]]:
@@ -174,8 +152,7 @@ class Bench:
         for name, inputs in self.inputs.items():
             timers: dict[str, Timer] = {}
             for number, tiles in enumerate(finalists):
-                call = self.runner(tiles, name)
-                calls = [partial(call, copy) for copy in range(inputs.copies)]
+                calls = self.calls(tiles, name)
                 one = estimate_us(calls[0], inputs.device)
                 layers = layers_for(one, self.args.layers, inputs.copies)
                 on_gpu = inputs.device.type == "cuda"
@@ -204,7 +181,9 @@ def tune(subject: Subject, device: Device, args: argparse.Namespace) -> list[rep
             rule_times = times
         if wrong:
             rows.append(
-                _row(subject, tiles, gate="failed" if "gate" in wrong else "-", error=wrong)
+                _row(
+                    subject, tiles, gate="failed" if wrong.startswith("gate") else "-", error=wrong
+                )
             )
         else:
             first.append((gain(rule_times, times), tiles))

@@ -73,7 +73,7 @@ def compile_prefill(
     page = _descriptor(dtype, [1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
     signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
-    signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
@@ -106,7 +106,7 @@ def compile_prefill_fp8(
     signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
     of_scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if scales else "constexpr")
     signature |= of_scales
-    signature |= {"out_desc": rows, "q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {

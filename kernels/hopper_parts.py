@@ -22,7 +22,6 @@ from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
 
 # Triton 3.8 names them anew and drops the old names later.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROWS = gl.constexpr(64)  # of one warpgroup

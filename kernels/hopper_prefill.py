@@ -14,22 +14,21 @@ whose rows are computed for nothing and not stored.
 * ``_consumer`` (four warps, twice) computes S = Q K^T of block j + 1 while P V of block j runs
   (FlashAttention-3, Shah et al., 2024).  Its running maximum is kept stale while no weight
   exceeds 2**8; the accumulator is rescaled only when some row of the warp needs it (the exact
-  result does not depend on that, since one division at the end normalises).  Rows leave through
-  the memory that held their queries, which makes room for a third block of keys and values.
+  result does not depend on that, since one division at the end normalises).  Rows leave from
+  registers: the memory of their queries takes the next tile's meanwhile, and there is no other
+  beside three blocks of keys and values.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewise.geometry import next_power_of_2
 from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
@@ -39,13 +38,11 @@ from tilewise.kernels.hopper_parts import (
     describe,
     field,
     mask,
-    partition_barrier,
     publish,
     rescale,
     row_sums,
     softmax,
     tma_load,
-    tma_store,
     wait_for_the_launch_before,
 )
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
@@ -149,42 +146,38 @@ def _producer(
         wait_for_the_launch_before()
 
 
-@gluon.jit
-def _store_each(
-    base, out, rows_left, stride_o_t, stride_o_h,
-    GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-):  # fmt: skip
-    """Write the rows that belong to the request and to this group's heads."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-    d = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-    offset = row // GROUP_PAD * stride_o_t + row % GROUP_PAD * stride_o_h
-    ok = (row // GROUP_PAD < rows_left) & (row % GROUP_PAD < GROUP_SIZE)
-    pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
-    gl.store(pointers, out, mask=gl.expand_dims(ok, 1))
+@gluon.constexpr_function
+def _store_layout(head_dim):
+    """Rows as accumulators have them over warps and threads, but four columns a thread.
+
+    Four threads trade registers for it, and together store sectors of 32 bytes.
+    """
+    columns = [[0, 1 << i] for i in range(head_dim.bit_length() - 1)]
+    registers = [*columns[:2], *columns[4:], [8, 0]]
+    lanes = [*columns[2:4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, head_dim])
 
 
 @gluon.jit
 def _store_rows(
-    out_ptr, lse_ptr, out_desc, acc, m, sums, row_token, rows_left, kv_head, o_s, o_token_s,
-    stride_o_t, stride_o_h, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
-    GROUP_PAD: gl.constexpr,
+    out_ptr, lse_ptr, acc, m, sums, row_token, rows_left, kv_head, stride_o_t, stride_o_h,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write one warpgroup's rows: by bulk copy if all are the request's own, else row by row."""
-    TOKENS: gl.constexpr = ROWS // GROUP_PAD
-    out = acc.to(out_ptr.dtype.element_ty)
+    """Write one warpgroup's rows that belong to the request and to this group's heads.
+
+    From registers, not by a bulk copy out of shared memory: there is no room but that of the
+    queries, and the next tile's are on their way there.
+    """
+    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), _store_layout(HEAD_DIM))
     base = out_ptr + row_token.to(gl.int64) * stride_o_t
     base += kv_head.to(gl.int64) * GROUP_SIZE * stride_o_h
-    if GROUP_PAD == GROUP_SIZE:
-        if rows_left >= TOKENS:
-            o_s.store(out)
-            fence_async_shared()
-            partition_barrier()
-            tma_store(out_desc, [row_token, kv_head * GROUP_SIZE, 0], o_token_s)
-        else:
-            _store_each(base, out, rows_left, stride_o_t, stride_o_h, GROUP_SIZE, GROUP_PAD)
-    else:
-        _store_each(base, out, rows_left, stride_o_t, stride_o_h, GROUP_SIZE, GROUP_PAD)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out.type.layout))
+    offset = row // GROUP_PAD * stride_o_t + row % GROUP_PAD * stride_o_h
+    ok = (row // GROUP_PAD < rows_left) & (row % GROUP_PAD < GROUP_SIZE)
+    pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
+    gl.store(pointers, out, mask=gl.expand_dims(ok, 1))
     if HAS_LSE:
         heads: gl.constexpr = NUM_KV_HEADS * GROUP_SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, m.type.layout.parent))
@@ -227,7 +220,7 @@ def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_PAD: gl
 
 @gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s, tile_s,
+    out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
     stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -313,6 +306,8 @@ def _consumer(
                 acc, p, sums = warpgroup_mma_wait(0, deps=[pending, p, sums])
                 mbarrier.arrive(k_empty.index(stage))
                 mbarrier.arrive(v_empty.index(v_stage))
+        # All logits are there: the next tile's queries and keys may come while this one ends.
+        mbarrier.arrive(q_empty.index(GROUP))
         p16 = gl.convert_layout(p.to(dtype), p_layout)
         acc = rescale(acc, alpha)
         v_stage = v_ring % STAGES
@@ -333,12 +328,9 @@ def _consumer(
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
-            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
-            q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
-            NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
+            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t,
+            stride_o_h, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(GROUP))
         done += 1
         row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
             tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
@@ -350,7 +342,7 @@ _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
 @gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
 def _hopper_prefill_kernel(
-    out_ptr, lse_ptr, sinks_ptr, out_desc, q_desc, k_desc, v_desc, query_start_loc_ptr,
+    out_ptr, lse_ptr, sinks_ptr, q_desc, k_desc, v_desc, query_start_loc_ptr,
     seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr,
     scale_log2, stride_o_t, stride_o_h, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
@@ -384,13 +376,13 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
-                tile_s, stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
+                stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
                 HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, out_desc, bars, q_s, q_token_s, k_s, v_s, v_slabs_s,
-                tile_s, stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
+                stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
                 HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
             )),
             (_producer, (
@@ -446,11 +438,11 @@ def hopper_prefill_attention(
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
-    group_pad = triton.next_power_of_2(group_size)
+    group_pad = next_power_of_2(group_size)
     rows = (64 // group_pad, group_pad, head_dim)
     page = (1, 1, min(page_size, block_n), 64)
     args = (
-        out, lse, logits.sinks, describe(out, rows), describe(q, rows),
+        out, lse, logits.sinks, describe(q, rows),
         describe(kv.k, page), describe(kv.v, page),
         query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
         header[COUNTERS:], logits.scale * LOG2E, out.stride(0), out.stride(1),

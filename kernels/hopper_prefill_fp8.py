@@ -18,17 +18,16 @@ some 14 bits, and blocks in fp32.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tilewise.geometry import next_power_of_2
 from tilewise.kernels.hadamard import SEED
 from tilewise.kernels.hopper_parts import (
     ROWS,
@@ -269,8 +268,8 @@ def _weights(p, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s, q_token_s, q8_s,
-    k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
+    vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, STEPS: gl.constexpr,
     HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -294,6 +293,7 @@ def _consumer(
     while blocks > 0:
         mbarrier.wait(q_full.index(GROUP), done & 1)
         factor = _round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
+        mbarrier.arrive(q_empty.index(GROUP))
         scale = gl.convert_layout(factor, m_layout) * scale_log2
         if k_scale_ptr is not None:
             scale *= gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
@@ -358,12 +358,9 @@ def _consumer(
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
-            out_ptr, lse_ptr, out_desc, acc, m, total, row_token, rows_left, kv_head,
-            q, q_token_s.index(GROUP), stride_o_t, stride_o_h,
-            NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
+            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t,
+            stride_o_h, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(GROUP))
         done += 1
         row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
             tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
@@ -375,7 +372,7 @@ _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
 @gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
 def _hopper_prefill_fp8_kernel(
-    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, q_desc, k_desc, v_desc,
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc,
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr,
     counter_ptr, scale_log2, stride_o_t, stride_o_h, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
@@ -420,14 +417,14 @@ def _hopper_prefill_fp8_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s,
-                q_token_s, q8_s, k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 0,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
+                vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, out_desc, bars, q_s,
-                q_token_s, q8_s, k_s, vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 1,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
+                vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
@@ -482,12 +479,12 @@ def hopper_prefill_fp8_attention(
     """
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
-    group_pad = triton.next_power_of_2(group_size)
+    group_pad = next_power_of_2(group_size)
     rows = (64 // group_pad, group_pad, head_dim)
     page = (1, 1, min(page_size, block_n), head_dim)
     k, v = (x.view(torch.float8_e4m3fn) for x in (kv.k, kv.v))
     args = (
-        out, lse, logits.sinks, kv.k_scale, kv.v_scale, describe(out, rows), describe(q, rows),
+        out, lse, logits.sinks, kv.k_scale, kv.v_scale, describe(q, rows),
         describe(k, page), describe(v, page), query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token, header[COUNTERS:], logits.scale * LOG2E,
         out.stride(0), out.stride(1), block_table.stride(0),

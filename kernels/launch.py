@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,15 +79,21 @@ class Launcher:
         return self.kernel[grid](*args, **constants, **options)
 
 
+@lru_cache(maxsize=16384)
+def _kind_of_int(argument: int) -> tuple:
+    return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument >= 2**63
+
+
 def _kind(argument: Any) -> Any:
     """What a compiled kernel may depend on of one argument."""
+    if type(argument) is int:  # not bool; most arguments are
+        return _kind_of_int(argument)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, bool):
         return bool
     if isinstance(argument, int):
-        width = -(2**31) <= argument < 2**31, argument >= 2**63
-        return argument == 1, argument % 16 == 0, width
+        return _kind_of_int(int(argument))
     if isinstance(argument, float):
         return float
     if argument is None:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.geometry import next_power_of_2
 from tilewise.kernels.launch import Launcher
 
 TREE_TOKENS = 16
@@ -268,7 +269,7 @@ def find_mask_starts(
         Elements of a block.
     """
     args = (starts, query_start_loc, seq_lens, kv_starts, num_elements, num_reqs, block)
-    block_r = min(triton.next_power_of_2(max(starts.shape[0] - 1, 1)), 1024)
+    block_r = min(next_power_of_2(max(starts.shape[0] - 1, 1)), 1024)
     _launch_mask_starts((1, 1, 1), args, {"PACKED": packed, "BLOCK_R": block_r}, num_warps=4)
 
 

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.geometry import next_power_of_2
 from tilewise.kernels.launch import Launcher
 from tilewise.kernels.pieces import next_cut
 from tilewise.kernels.prefix_find import lay_out_groups
@@ -391,8 +392,8 @@ def plan_on_device(
         DECODE_MAX_QUERY_LEN=decode_max_query_len, PREFILL_BLOCK_Q=prefill_block_q,
         DECODE_BLOCK_M=decode_block_m, DECODE_BLOCK_N=decode_block_n,
         NUM_WORKERS=num_workers, NUM_SMS=num_sms, ITEM_OVERHEAD=item_overhead,
-        BLOCK_R=min(triton.next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
-        BLOCK_W=triton.next_power_of_2(num_workers),
+        BLOCK_R=min(next_power_of_2(max_reqs), 1024), BLOCK_LIST=1024,
+        BLOCK_W=next_power_of_2(num_workers),
         SEARCH_STEPS=max_reqs.bit_length(), WINDOW=window,
         PIECE_TILES=piece_tiles, MAX_PIECES=max_pieces,
         SHARED_BLOCK_M=shared_block_m, SHARED_PAGE_SIZE=shared_page_size,

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.geometry import next_power_of_2
 from tilewise.kernels.launch import Launcher
 
 FOUND_SIZE, MEMBER_SIZE, GROUP_RECORD, SHARED_HEADER = 4, 4, 6, 2
@@ -297,7 +298,7 @@ def find_prefixes(
         Of ``tilewise.prefix_tiles.PrefixTiles``.
     """
     num_reqs, width = seq_lens.shape[0], block_table.shape[1]
-    block_r = min(triton.next_power_of_2(common.shape[0]), 1024)
+    block_r = min(next_power_of_2(common.shape[0]), 1024)
     batch = (
         query_start_loc, seq_lens, block_table, num_reqs, width, block_table.stride(0),
     )  # fmt: skip
@@ -306,7 +307,7 @@ def find_prefixes(
         (num_reqs, 1, 1), (keys, common, row_arrivals, *batch),
         common_constants | dict(
             MIN_PAGES=min_pages, NUM_Q_HEADS=num_q_heads, BLOCK_R=block_r,
-            BLOCK_Z=triton.next_power_of_2(max_query_len * num_q_heads),
+            BLOCK_Z=next_power_of_2(max_query_len * num_q_heads),
         ),
         num_warps=4,
     )  # fmt: skip

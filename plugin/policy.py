@@ -258,7 +258,7 @@ def choose(
         )
     if device.arch < 80:
         raise UnsupportedConfig(f"compute capability {device.arch / 10}; accepted: 8.0 and later")
-    decode = decode_tiles(geometry, device, decode_query_len)
+    decode = decode_tiles(geometry, device, decode_query_len, window)
     few = None
     if not plain and why_not_hopper_decode(geometry, device, decode) is None:
         few = HopperTiles(decode.block_n, num_stages=3)

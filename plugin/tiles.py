@@ -151,8 +151,13 @@ def can_rescale_lazily(tiles: Tiles, geometry: Geometry, device: Device) -> bool
     )
 
 
-def decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> Tiles:
-    """Tiles of a decode whose requests have ``decode_query_len`` query tokens, typically."""
+def decode_tiles(
+    geometry: Geometry, device: Device, decode_query_len: int, window: int = 0
+) -> Tiles:
+    """Tiles of a decode whose requests have ``decode_query_len`` query tokens, typically.
+
+    Queries see ``window`` keys at most; 0 for all.
+    """
     d = geometry.block_d
     if d > HEAD_DIM_MAX:
         return _wide_decode_tiles(geometry, device)
@@ -173,6 +178,10 @@ def decode_tiles(geometry: Geometry, device: Device, decode_query_len: int) -> T
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if row_bytes <= 128 and not fp8:
         tiles = replace(tiles, tail_stages=3)
+        if 0 < window < 4 * block_n:
+            # A few tiles, all in one loop: less memory, so that more programs of the launch that
+            # follows find room beside those that end (bench/NOTES.md).
+            tiles = replace(tiles, num_stages=2, tail_stages=2)
     if not tma_fits(tiles, geometry, device):
         tiles = replace(tiles, use_tma=False)
         if geometry.page_size % block_n and block_m == 16 and not fp8:

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 import torch
 from test_start_up import _fresh, checks, make_builder, make_cache, make_layer, pytestmark
 
-from tilewise import attention
+from tilewise import attention, launches
 from tilewise.errors import SelfCheckFailed
 from tilewise.integration import self_check
 from tilewise.prefix_rule import plan_shared
@@ -81,7 +81,7 @@ def test_without_room_for_a_group_the_rest_is_checked(device, monkeypatch):
 @pytest.mark.parametrize("spoil", ["zeros", "one_member", "even_columns"])
 def test_a_broken_kernel_stops_the_server(device, monkeypatch, spoil):
     """As it was where ptxas read the even columns of shared values from a wrong place."""
-    original = attention.prefix_decode_attention
+    original = launches.prefix_decode_attention
 
     def call(out, *args, **kwargs):
         original(out, *args, **kwargs)
@@ -95,7 +95,7 @@ def test_a_broken_kernel_stops_the_server(device, monkeypatch, spoil):
         else:
             out[:, :, ::2] *= 0.8
 
-    monkeypatch.setattr(attention, "prefix_decode_attention", call)
+    monkeypatch.setattr(launches, "prefix_decode_attention", call)
     layer = make_layer(device)
     make_builder(device, layer)
     with pytest.raises(SelfCheckFailed, match="the prefix_decode kernel is wrong"):

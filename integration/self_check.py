@@ -20,6 +20,7 @@ import triton
 from tilewise.checks import FP8_OUT
 from tilewise.device import fp8_format
 from tilewise.errors import SelfCheckFailed
+from tilewise.integration.metadata import TilewiseMetadata
 from tilewise.integration.spans import is_clamped
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.kernels.hadamard import rotate
@@ -253,9 +254,6 @@ def attend(
     -------
     query, output : Tensor[num_tokens, num_heads, head_size]
     """
-    # The builder imports this module.
-    from tilewise.integration.builder import TilewiseMetadata
-
     query_lens, lengths = zip(*batch, strict=True)
     starts = [sum(query_lens[:i]) for i in range(len(batch) + 1)]
     query_start_loc = torch.tensor(starts, dtype=torch.int32, device=attn.device)

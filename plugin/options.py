@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tilewise import policy, prefix_rule
-from tilewise.errors import UnsupportedConfig
+from tilewise.errors import UnsupportedConfig, UnsupportedFp8
 
 
 def settle(
@@ -39,13 +39,19 @@ def settle(
     Raises
     ------
     UnsupportedConfig
-        With the offending value and what is accepted.
+        With the offending value and what is accepted; ``UnsupportedFp8`` where it is accepted
+        without ``fp8_matmul`` and ``rotated_keys``.
     """
     _check_fp8(fp8_matmul, rotated_keys, kv_dtype, geometry.head_dim)
     if config is None:
-        config = policy.choose(
-            geometry, device, decode_query_len, window or 0, shaped_logits, fp8_matmul
-        )
+        layer = (geometry, device, decode_query_len, window or 0, shaped_logits)
+        config = policy.choose(*layer)
+        if fp8_matmul:
+            # A layer that got this far is refused for its products alone.
+            try:
+                config = policy.choose(*layer, fp8_matmul=True)
+            except UnsupportedConfig as error:
+                raise UnsupportedFp8(str(error)) from error
     elif config.geometry != geometry:
         raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
     if window is not None and window < 1:
@@ -87,8 +93,8 @@ def settle(
 def _check_fp8(fp8_matmul: bool, rotated_keys: bool, kv_dtype: torch.dtype, head_dim: int) -> None:
     """What multiplying and rotating an fp8 cache asks of it."""
     if fp8_matmul and kv_dtype != torch.float8_e4m3fn:
-        raise UnsupportedConfig(f"fp8_matmul with kv_dtype={kv_dtype}; accepted: float8_e4m3fn")
+        raise UnsupportedFp8(f"fp8_matmul with kv_dtype={kv_dtype}; accepted: float8_e4m3fn")
     if rotated_keys and kv_dtype.itemsize != 1:
-        raise UnsupportedConfig(f"rotated_keys with kv_dtype={kv_dtype}; accepted: fp8")
+        raise UnsupportedFp8(f"rotated_keys with kv_dtype={kv_dtype}; accepted: fp8")
     if rotated_keys and head_dim & (head_dim - 1):
-        raise UnsupportedConfig(f"rotated_keys with head_dim={head_dim}; accepted: powers of two")
+        raise UnsupportedFp8(f"rotated_keys with head_dim={head_dim}; accepted: powers of two")

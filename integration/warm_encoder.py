@@ -8,7 +8,7 @@ import torch
 
 from tilewise.checks import FP8_OUT
 from tilewise.integration.metadata import TilewiseMetadata
-from tilewise.integration.self_check import QUERY_LENS, draw_rows
+from tilewise.integration.self_check_inputs import QUERY_LENS, draw_rows
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:

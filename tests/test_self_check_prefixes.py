@@ -11,7 +11,7 @@ from test_start_up import _fresh, checks, make_builder, make_cache, make_layer, 
 
 from tilewise import attention, launches
 from tilewise.errors import SelfCheckFailed
-from tilewise.integration import self_check
+from tilewise.integration import self_check_groups, self_check_inputs
 from tilewise.prefix_rule import plan_shared
 
 PAGE = 16
@@ -107,8 +107,8 @@ def test_places_are_those_of_the_table(device):
     layer = make_layer(device)
     builder = make_builder(device, layer)
     cache = make_cache(device)
-    sequence = self_check.make_sequence(layer.impl, layer, builder.attn, cache)
-    grouped, places = self_check.group_of(sequence, builder.attn)
+    sequence = self_check_inputs.make_sequence(layer.impl, layer, builder.attn, cache)
+    grouped, places = self_check_groups.group_of(sequence, builder.attn)
     pages = sequence.block_table[0].tolist()
     for i, page in enumerate(grouped.block_table[0].tolist()):
         first = places[i * PAGE].item()

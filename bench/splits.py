@@ -146,7 +146,9 @@ class CutRunner:
 
         inputs, attn, cfg = self.inputs, self.attn, self.attn.config
         q, out, tiles = inputs.q[copy], inputs.out[copy], cfg.decode
-        kv, use_tma = attn._bind(attn._plan, q, self.cache.kv[copy], out, self.one, self.one)
+        kv, use_tma = attn._binding.bind(
+            attn._plan, q, self.cache.kv[copy], out, self.one, self.one
+        )
         merge_rows, merge_pieces = cfg.merge_tile
         decode_attention(
             out, None, q, kv, inputs.query_start_loc, inputs.seq_lens, self.cache.block_table,

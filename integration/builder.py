@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,24 +17,30 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from tilewise import counters, exporter, prefix_rule
-from tilewise.attention import PagedAttention, Plan
-from tilewise.device import describe
+from tilewise import counters, exporter
+from tilewise.attention import PagedAttention
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration import start_up
 from tilewise.integration.context_parallel import (
     ShardedAttention,
-    ShardedStep,
     group_shards,
     join_group,
 )
+from tilewise.integration.groups import (
+    group_dtypes,
+    group_impls,
+    group_windows,
+    is_encoder,
+    make_attention,
+    most_requests,
+    refuse_mixed_rotation,
+)
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.metadata import TilewiseMetadata
 from tilewise.integration.spans import graph_support, has_spans, spans_of
 from tilewise.integration.step_metrics import StepMetrics, describe_process
 from tilewise.policy import DECODE_MAX_QUERY_LEN
-from tilewise.settings import load_settings
 from tilewise.support import PAGE_SIZE_MULTIPLE
 
 if TYPE_CHECKING:
@@ -44,39 +48,6 @@ if TYPE_CHECKING:
 
 # Below the logger that vLLM configures, so that the line looks like its own.
 logger = logging.getLogger("vllm.tilewise")
-
-
-@dataclass
-class TilewiseMetadata:
-    """One step's batch as the layers of one KV-cache group see it.
-
-    A plain dataclass on purpose: vLLM subclasses it and copies its fields.
-    """
-
-    num_actual_tokens: int
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    attn: PagedAttention
-    plan: Plan
-    causal: bool | torch.Tensor = True
-    # Bidirectional spans, where a query of the batch is in one; under vLLM's name, since models
-    # take them off for some of their layers.
-    mm_prefix_range_tensor: torch.Tensor | None = None
-    steps: StepMetrics | None = None
-    # Of encoders, whose layers may have other windows than the first: theirs.
-    others: dict[int | None, tuple[PagedAttention, Plan]] | None = None
-    # Under decode context parallelism; `attn` and `plan` are then those of its first part.
-    sharded: ShardedStep | None = None
-
-    def planned(self, window: int | None) -> tuple[PagedAttention, Plan]:
-        """Return what a layer of that window runs on; the first layer's where there is no other."""
-        first = (self.attn, self.plan)
-        return first if self.others is None else self.others.get(window, first)
 
 
 class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -142,8 +113,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
                 vllm_config.parallel_config
             )
         scheduler = vllm_config.scheduler_config
-        impls = _group_impls(layer_names, vllm_config)
-        self.is_encoder = _is_encoder(kv_cache_spec, impls)
+        impls = group_impls(layer_names, vllm_config)
+        self.is_encoder = is_encoder(kv_cache_spec, impls)
         self.is_cross = any(impl.is_cross for impl in impls.values())
         # With DCP a rank's key counts lie in another tensor than the plan reads; batches that are
         # rewritten in `build` would not be rewritten again.
@@ -152,8 +123,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         self.supports_draft_decode_metadata_update = dcp == 1 and not rewritten
         for impl in impls.values():
             impl.keep_through_sleep()
-        dtype, kv_dtype = _group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
-        _refuse_mixed_rotation(layer_names, vllm_config)
+        dtype, kv_dtype = group_dtypes(kv_cache_spec, impls, vllm_config, self.is_encoder)
+        refuse_mixed_rotation(layer_names, vllm_config)
         parallel = vllm_config.parallel_config
         shards = None if self.is_encoder else group_shards(kv_cache_spec, parallel)
         # Graphs may be captured for more requests than are ever scheduled.
@@ -183,32 +154,11 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
         )
-        windows = _group_windows(kv_cache_spec, impls, several=self.is_encoder)
-        asked = load_settings(os.environ)
-        try:
-            made = [PagedAttention(*heads, window=window, **options) for window in windows]
-        except UnsupportedConfig as error:
-            if not any(name in str(error) for name in ("fp8_matmul", "rotated_keys")):
-                raise
-            raise UnsupportedConfig(
-                f"TILEWISE_FP8_ATTENTION={asked.fp8_attention} with {layer_names[0]}: {error} (off "
-                "computes such layers)"
-            ) from error
-        if asked.fp8_attention != "off" and not options["fp8_matmul"]:
-            logger.info(
-                "TILEWISE_FP8_ATTENTION has no effect on %d layers: %s (accepted: an e4m3 cache)",
-                len(layer_names),
-                "no cache" if self.is_encoder else f"a cache of {made[0].kv_dtype}",
-            )
-        if asked.shared_prefixes != "off":
-            why = self._why_not_share(made[0], 1 if shards is None else shards.count)
-            if why is None:
-                sharing = "always" if asked.shared_prefixes == "always" else True
-                made = [PagedAttention(*heads, shared_prefixes=sharing, **options)]
-            else:
-                logger.info(
-                    "TILEWISE_SHARED_PREFIXES has no effect on %d layers: %s", len(layer_names), why
-                )
+        windows = group_windows(kv_cache_spec, impls, several=self.is_encoder)
+        made = make_attention(
+            layer_names, heads, windows, options, encoder=self.is_encoder, cross=self.is_cross,
+            ranks=1 if shards is None else shards.count,
+        )  # fmt: skip
         self.attn, *self._others = made
         # What `start_up` launches kernels for.
         self.every_attn = tuple(made)
@@ -249,18 +199,6 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         )
         self.steps = StepMetrics(self.attn.config, shards.count if shards else 1)
         describe_process()
-
-    def _why_not_share(self, attn: PagedAttention, ranks: int) -> str | None:
-        """Why decodes do not read the pages once that they begin with; None where they may."""
-        if self.is_encoder:
-            return "their keys lie in no cache"
-        if self.is_cross:
-            return "cross attention is not causal"
-        if ranks > 1:
-            return f"their keys are shared by {ranks} ranks"
-        if attn.rotated_keys:
-            return "their keys are rotated (TILEWISE_FP8_ATTENTION)"
-        return prefix_rule.why_not_share(attn.config, describe(attn.device))
 
     def _largest_graph(self) -> int:
         """Tokens of the largest captured batch; 0 without graphs."""
@@ -452,97 +390,6 @@ def _has_context(batch: CommonAttentionMetadata) -> bool:
         return True
     starts = batch.query_start_loc_cpu[: batch.num_reqs + 1]
     return bool((lengths[: batch.num_reqs] > starts[1:] - starts[:-1]).any())
-
-
-def most_requests(num_reqs: int, num_tokens: int, chunk: int | None) -> int:
-    """Bound on the requests of a batch, as it arrives at the kernels.
-
-    Parameters
-    ----------
-    num_reqs, num_tokens : int
-        Bounds on what is scheduled.
-    chunk : int, optional
-        Tokens of a chunk where attention is local to chunks: vLLM cuts a request at every multiple,
-        and each part with a query token, or an empty request, is a request of its own.
-    """
-    if chunk is None:
-        return num_reqs
-    return min(2 * num_reqs + num_tokens // chunk, num_reqs + num_tokens)
-
-
-def _group_impls(layer_names: list[str], vllm_config: VllmConfig) -> dict[str, TilewiseImpl]:
-    """Those layers of a group that are ours."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
-    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-    return {name: impl for name, impl in impls.items() if isinstance(impl, TilewiseImpl)}
-
-
-def _is_encoder(kv_cache_spec: Any, impls: dict[str, TilewiseImpl]) -> bool:
-    """Whether a group's layers read their batch's own keys; none of them may read a cache."""
-    kinds = {name: impl.is_encoder for name, impl in impls.items()}
-    if len(set(kinds.values())) > 1:
-        raise UnsupportedConfig(
-            f"layers of one KV-cache group with a cache and without ({kinds}; True: without); "
-            "tilewise plans for one kind a group"
-        )
-    return next(iter(kinds.values()), isinstance(kv_cache_spec, EncoderOnlyAttentionSpec))
-
-
-def _group_dtypes(
-    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], vllm_config: VllmConfig, encoder: bool
-) -> tuple[torch.dtype, torch.dtype | None]:
-    """Dtype of queries, and of the cache where it is fp8; its spec says uint8 for any fp8."""
-    if encoder:
-        return vllm_config.model_config.dtype, None  # the spec's is that of a cache nobody has
-    kv_dtypes = {name: impl.kv_dtype for name, impl in impls.items()}
-    if len(set(kv_dtypes.values())) > 1:
-        raise UnsupportedConfig(
-            f"layers of one KV-cache group have caches of different dtypes ({kv_dtypes}; None is "
-            "the model's); tilewise plans for one a group"
-        )
-    kv_dtype = next(iter(kv_dtypes.values()), None)
-    return (kv_cache_spec.dtype if kv_dtype is None else vllm_config.model_config.dtype), kv_dtype
-
-
-def _refuse_mixed_rotation(layer_names: list[str], vllm_config: VllmConfig) -> None:
-    """Raise where a layer reads another's cache and one of the two does not rotate keys.
-
-    So does a drafter's layer of another backend: it would read rotated keys as they lie.
-    """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    rotates = {
-        name: bool(getattr(getattr(layer, "impl", None), "rotated_keys", False))
-        for name, layer in layers.items()
-    }
-    for reader, layer in layers.items():
-        owner = getattr(layer, "kv_sharing_target_layer_name", None)
-        ours = owner in rotates and not {reader, owner}.isdisjoint(layer_names)
-        if ours and rotates[reader] != rotates[owner]:
-            rotating, other = (reader, owner) if rotates[reader] else (owner, reader)
-            raise UnsupportedConfig(
-                f"{reader} reads the KV cache of {owner}; TILEWISE_FP8_ATTENTION=rotated rotates "
-                f"keys in {rotating}, and {other} takes them as they are (accepted: both layers "
-                "with tilewise, or off or fp8)"
-            )
-
-
-def _group_windows(
-    kv_cache_spec: Any, impls: dict[str, TilewiseImpl], several: bool
-) -> list[int | None]:
-    """Sliding windows of a group's layers, in their order; None stands for none.
-
-    The layers say it themselves: where vLLM merges specs, a group's spec may name a window that
-    only some of them have. Encoders of all windows are one group, as they share no cache.
-    """
-    windows = {name: impl.window for name, impl in impls.items()}
-    if len(set(windows.values())) > 1 and not several:
-        raise UnsupportedConfig(
-            f"layers of one KV-cache group have different sliding windows ({windows}); "
-            "tilewise plans one window a group"
-        )
-    if windows:
-        return list(dict.fromkeys(windows.values()))
-    return [getattr(kv_cache_spec, "sliding_window", None)]
 
 
 def _mixed_graph_tokens(vllm_config: VllmConfig) -> int:

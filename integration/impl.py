@@ -19,7 +19,7 @@ from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
-    from tilewise.integration.builder import TilewiseMetadata
+    from tilewise.integration.metadata import TilewiseMetadata
 
 # Layers whose keys are the rows of their own batch: they have no cache.
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

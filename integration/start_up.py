@@ -21,6 +21,12 @@ from tilewise import counters
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import self_check, triton_cache, warm_encoder
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.self_check_inputs import (
+    batches_of,
+    has_spans,
+    make_sequence,
+    make_spans,
+)
 from tilewise.integration.spans import is_clamped
 from tilewise.settings import load_settings
 
@@ -195,7 +201,7 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
     return (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, kv_cache.dtype, impl.kv_dtype,
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
-        self_check.has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
+        has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         builder.causal_kinds,
         bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales, impl.rotated_keys,
@@ -225,7 +231,7 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
     attn, impl = builder.attn, layer.impl
     started = time.perf_counter()
     pads = row_pads(impl.head_size)
-    by_pad = {pad: self_check.make_sequence(impl, layer, attn, kv_cache, pad) for pad in pads}
+    by_pad = {pad: make_sequence(impl, layer, attn, kv_cache, pad) for pad in pads}
     first = by_pad[0]
     alone = _alone(builder)
     with self_check.Borrowed(kv_cache, first.pages):
@@ -236,7 +242,7 @@ def warm_up(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor
         # New keys and values are read beside the cache where ranks share it.
         several = itertools.product(pads, pads) if alone else [(0, 0)]
         for pad, new_pads in itertools.product(pads, several):
-            for batch, told in self_check.batches_of(first, attn, alone.get("sharded")):
+            for batch, told in batches_of(first, attn, alone.get("sharded")):
                 for variant in _variants(builder, layer, batch):
                     self_check.attend(
                         impl, layer, attn, kv_cache, first, batch, pad, new_pads=new_pads,
@@ -254,8 +260,8 @@ def _variants(
         # Prompts that are new to all ranks, and others.
         return [{"has_context": has_context} for has_context in (True, False)]
     spans: list[torch.Tensor | None] = [None]
-    if self_check.has_spans(layer.impl, layer):
-        spans.append(self_check.make_spans(batch, device))
+    if has_spans(layer.impl, layer):
+        spans.append(make_spans(batch, device))
     return [
         {"causal": causal, "output_scale": scale, "spans": span}
         for causal in builder.causal_kinds

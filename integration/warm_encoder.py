@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise.checks import FP8_OUT
-from tilewise.integration.self_check import QUERY_LENS, draw_rows
+from tilewise.integration.metadata import TilewiseMetadata
+from tilewise.integration.self_check_inputs import QUERY_LENS, draw_rows
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ def attend_to_rows(
 
     ``row_pads`` are elements between the rows of queries, of keys and of values.
     """
-    # The builder imports what imports this module.
-    from tilewise.integration.builder import TilewiseMetadata
-
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     query_start_loc = torch.tensor(starts, dtype=torch.int32, device=attn.device)
     heads = (impl.num_heads, impl.num_kv_heads, impl.num_kv_heads)

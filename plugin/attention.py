@@ -7,66 +7,27 @@ both can be captured in a CUDA graph and replayed with other lengths.
 
 import itertools
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilewise import counters, plan_rule, policy, prefix_rule
-from tilewise.checks import (
-    FP8_OUT,
-    SUPPORTED_DTYPES,
-    Checks,
-    check_fp8_options,
-    names_of,
-    split_cache,
-)
-from tilewise.device import FP8_DTYPES, describe, fp8_format, resolve
+from tilewise import counters, plan_rule, policy
+from tilewise.binding import Binding, CacheBinding
+from tilewise.buffers import Buffers
+from tilewise.checks import FP8_OUT, SUPPORTED_DTYPES, Checks, names_of
+from tilewise.device import FP8_DTYPES, check_current, describe, fp8_format, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
-from tilewise.kernels.decode import decode_attention
-from tilewise.kernels.launch import KvCache, Logits, tma_strides
-from tilewise.kernels.masks import KeyMask
-from tilewise.kernels.plan import HEADER_SIZE, RECORD_SIZE, plan_on_device
-from tilewise.kernels.prefill import prefill_attention
-from tilewise.kernels.prefix_decode import prefix_decode_attention
-from tilewise.masks import Mask, MaskBuffers, check_alone
-from tilewise.pieces import scratch_slots
-from tilewise.prefixes import SharedPrefixes
-from tilewise.ragged import view_rows
+from tilewise.kernels.launch import Logits
+from tilewise.kernels.plan import plan_on_device
+from tilewise.launches import Layer, launch_decode, launch_prefill
+from tilewise.masks import Mask, check_alone
+from tilewise.options import settle
+from tilewise.plan import Plan
+
+__all__ = ["PagedAttention", "Plan"]
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
 _SPANS = ("whole", "windowed", "off")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One batch, planned.  Valid until the next ``plan()`` of the object that made it.
-
-    ``query_start_loc``, ``seq_lens``, ``block_table``, ``spans`` and ``causal`` (where it is a
-    tensor) are the caller's own: whoever replays a captured graph refreshes them in place and plans
-    again.
-    Without a ``block_table`` keys are rows, and ``seq_lens`` is the object's.  ``why_plain`` says
-    why the Gluon kernels leave the batch to their plain twins, if they do.
-    """
-
-    owner: int
-    generation: int
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor | None
-    num_reqs: int
-    num_tokens: int
-    max_prefill_tiles: int
-    has_decode: bool
-    causal: bool | torch.Tensor = True
-    decodes_few: bool = False
-    side_by_side: bool = False
-    spans: torch.Tensor | None = None
-    kv_starts: torch.Tensor | None = None
-    num_keys: int = 0
-    mask: KeyMask | None = None
-    why_plain: str | None = None
-    shared: bool = False
 
 
 class PagedAttention:
@@ -164,105 +125,43 @@ class PagedAttention:
             raise UnsupportedConfig(
                 f"kv_dtype={kv_dtype}; accepted: {names_of((dtype, *FP8_DTYPES))}"
             )
-        self.kv_dtype = kv_dtype
-        self._fp8_format = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
+        fp8 = fp8_format(kv_dtype, self.device) if kv_dtype in FP8_DTYPES else ""
         self._out_format = fp8_format(FP8_OUT, self.device, write=True)
         geometry = policy.Geometry(
             num_q_heads, num_kv_heads, head_dim, page_size, dtype.itemsize, kv_dtype.itemsize
         )
-        check_fp8_options(fp8_matmul, rotated_keys, kv_dtype, head_dim)
-        if config is None:
-            config = policy.choose(
-                geometry, describe(self.device), decode_query_len, window or 0, shaped_logits,
-                fp8_matmul,
-            )  # fmt: skip
-        elif config.geometry != geometry:
-            raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
-        if window is not None and window < 1:
-            raise UnsupportedConfig(f"window={window}; accepted: 1 or more, or None")
-        if config.window not in (0, window or 0):
-            raise UnsupportedConfig(f"config is for window={config.window}, not for {window}")
-        if config.pieces is not None and not batch_invariant:
-            raise UnsupportedConfig(
-                f"config has {config.pieces}, which batch_invariant={batch_invariant} does not take"
-            )
-        if bool(config.fp8_dot) != fp8_matmul:
-            raise UnsupportedConfig(
-                f"config has fp8_dot={config.fp8_dot!r}, but fp8_matmul={fp8_matmul}; accepted: "
-                "both or neither"
-            )
-        if shared_prefixes not in (False, True, "always"):
-            raise UnsupportedConfig(
-                f'shared_prefixes={shared_prefixes!r}; accepted: False, True or "always"'
-            )
-        if batch_invariant:
-            config = policy.batch_invariant(config)
-        config = replace(config, window=window or 0)
-        if config.prefixes is not None and not shared_prefixes:
-            raise UnsupportedConfig(
-                f"config has {config.prefixes}, which shared_prefixes={shared_prefixes} does not "
-                "take"
-            )
-        if shared_prefixes and rotated_keys:
-            raise UnsupportedConfig("shared_prefixes with rotated_keys; accepted: one of them")
-        if config.prefixes is not None and (config.window or config.pieces is not None):
-            beside = f"window={config.window}" if config.window else "batch_invariant"
-            raise UnsupportedConfig(
-                f"config has {config.prefixes} with {beside}; accepted: one of them"
-            )
-        if shared_prefixes and config.prefixes is None:
-            device_kind = describe(self.device)
-            config = prefix_rule.share_prefixes(config, device_kind, decode_query_len)
-        self.config = config
+        self.config = settle(
+            geometry, describe(self.device), config, kv_dtype=kv_dtype,
+            decode_query_len=decode_query_len, window=window, batch_invariant=batch_invariant,
+            shaped_logits=shaped_logits, shared_prefixes=shared_prefixes, fp8_matmul=fp8_matmul,
+            rotated_keys=rotated_keys,
+        )  # fmt: skip
         self.batch_invariant = batch_invariant
         self.rotated_keys = rotated_keys
         self.share_always = shared_prefixes == "always"
         self.window = window
         self.geometry = geometry
         self.dtype = dtype
+        self.kv_dtype = kv_dtype
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
-        self._checks = Checks(
-            geometry, dtype, kv_dtype, self._fp8_format, self.device, max_num_reqs, max_num_tokens,
-            rotated_keys,
-        )  # fmt: skip
-        self._layouts: dict[tuple[object, ...], bool] = {}
-        self._masks = MaskBuffers(max_num_reqs, max_num_tokens, self.device)
+        checks = Checks(
+            geometry, dtype, kv_dtype, fp8, self.device, max_num_reqs, max_num_tokens, rotated_keys
+        )
+        self._use(CacheBinding(checks, self.config))
+        self._buffers = Buffers(self.config, max_num_reqs, max_num_tokens, self.device)
         self._id = next(_OBJECTS)
         self._generation = 0
         self._plan: Plan | None = None
-        self._allocate()
 
-    def _allocate(self) -> None:
-        cfg, workers = self.config, self.config.num_workers
-        tiles = plan_rule.max_prefill_tiles(
-            self.max_num_tokens, self.max_num_reqs, cfg.prefill_block_q, spans=True
-        )
-
-        def ints(n: int) -> torch.Tensor:
-            return torch.zeros(n, dtype=torch.int32, device=self.device)
-
-        self._header = ints(HEADER_SIZE)
-        self._tile_req, self._tile_token = ints(max(tiles, 1)), ints(max(tiles, 1))
-        self._cu_tiles, self._cu_work = ints(self.max_num_reqs + 1), ints(self.max_num_reqs + 1)
-        self._arrivals, self._own_lengths = ints(workers), ints(self.max_num_reqs)
-        self._worker_record = ints(workers * RECORD_SIZE).view(workers, RECORD_SIZE)
-        rows = (scratch_slots(cfg.pieces, workers), cfg.decode.block_m)
-        self._partial_acc = torch.empty(
-            (*rows, cfg.decode.block_d), dtype=torch.float32, device=self.device
-        )
-        self._partial_m = torch.empty(rows, dtype=torch.float32, device=self.device)
-        self._partial_l = torch.empty(rows, dtype=torch.float32, device=self.device)
-        self._shared = None
-        if cfg.prefixes is not None:
-            self._shared = SharedPrefixes(cfg, self.max_num_reqs, self.device)
+    def _use(self, binding: Binding) -> None:
+        """Take batches and layers as the binding says."""
+        self._binding, self._checks = binding, binding.checks
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory held by the persistent buffers; those of masks come with the first."""
-        buffers = (v for v in vars(self).values() if isinstance(v, torch.Tensor))
-        held = sum(b.numel() * b.element_size() for b in buffers) + self._masks.nbytes
-        return held + (self._shared.workspace_bytes if self._shared is not None else 0)
+        return self._buffers.nbytes
 
     def shares(self, num_reqs: int, beside: bool = False) -> bool:
         """Whether decodes of a batch of so many requests may share pages.
@@ -273,7 +172,7 @@ class PagedAttention:
         beside : bool
             Prefills and decodes of the batch can run side by side.
         """
-        if self._shared is None or num_reqs < 2:
+        if self._buffers.shared is None or num_reqs < 2:
             return False
         return self.share_always or not (beside or self.config.decodes_few(num_reqs))
 
@@ -347,11 +246,12 @@ class PagedAttention:
         # First, since what refuses a batch may come after some of its buffers are written: the
         # plan before it is stale either way.
         self._generation += 1
+        buffers = self._buffers
         if seq_lens is None:
             seq_lens = self._count_rows(query_start_loc, block_table, kv_start_loc)
         elif block_table is None:
             raise PlanMismatch("seq_lens without a block_table; accepted: both or neither")
-        self._check_device()
+        check_current(self.device)
         num_reqs = len(seq_lens) if seq_lens.dim() else 0  # without an axis it is refused next
         self._checks.batch(
             query_start_loc, seq_lens, block_table, num_tokens, max_query_len, self.config,
@@ -360,7 +260,7 @@ class PagedAttention:
         self._checks.causal(causal, num_reqs)
         self._checks.spans(spans, causal, num_reqs)
         check_alone(mask, self.window, causal, spans)
-        key_mask = self._masks.plan(mask, query_start_loc, seq_lens, kv_start_loc, num_tokens)
+        key_mask = buffers.masks.plan(mask, query_start_loc, seq_lens, kv_start_loc, num_tokens)
         if key_mask is not None and not key_mask.is_tree:
             causal = False
         cfg = self.config
@@ -378,19 +278,19 @@ class PagedAttention:
         gluon = why_plain is None
         # Functions of the shape alone, so that a captured graph meets the same kind of plan.
         beside = gluon and spans is None and cfg.side_by_side and has_decode and tiles > 0
-        share = self._shared
+        share = buffers.shared
         if not gluon or spans is not None or not self.shares(num_reqs, beside):
             share = None
         beside = beside and share is None
         few = gluon and share is None and cfg.decodes_few(num_reqs)
-        record = self._worker_record
+        record = buffers.worker_record
         if share is not None and block_table is not None:
             options |= share.find(query_start_loc, seq_lens, block_table)
             record = share.worker_record
         if num_reqs:
             plan_on_device(
-                self._header, self._tile_req, self._tile_token, self._cu_tiles, self._cu_work,
-                record, self._arrivals, query_start_loc, seq_lens, num_reqs,
+                buffers.header, buffers.tile_req, buffers.tile_token, buffers.cu_tiles,
+                buffers.cu_work, record, buffers.arrivals, query_start_loc, seq_lens, num_reqs,
                 num_kv_heads=self.geometry.num_kv_heads, group_size=self.geometry.group_size,
                 decode_max_query_len=policy.DECODE_MAX_QUERY_LEN,
                 prefill_block_q=cfg.prefill_block_q, decode_block_m=cfg.decode.block_m,
@@ -494,10 +394,10 @@ class PagedAttention:
         PlanMismatch
             When the plan is stale, was made by another object, or the tensors do not fit it.
         """
-        self._check_device()
+        check_current(self.device)
         plan = self._current(plan)
         self._checks.out_scale(out_scale, out)
-        kv, use_tma = self._bind(plan, q, kv_cache, out, k_scale, v_scale)
+        kv, use_tma = self._binding.bind(plan, q, kv_cache, out, k_scale, v_scale)
         scale = self.geometry.head_dim**-0.5 if scale is None else float(scale)
         softcap = float(softcap)
         if not (scale > 0.0 and math.isfinite(scale)):
@@ -519,136 +419,15 @@ class PagedAttention:
         lse = None
         if return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        written = out if out_scale is None else out.view(torch.uint8)
+        written, out_format = out, ""
+        if out_scale is not None:
+            written, out_format = out.view(torch.uint8), self._out_format
+        layer = Layer(written, lse, q, kv, use_tma, logits, spans, out_scale, out_format)
         if plan.has_decode:
-            self._run_decode(plan, written, lse, q, kv, logits, use_tma, out_scale)
+            launch_decode(self.config, self._buffers, plan, layer)
         if plan.max_prefill_tiles:
-            self._run_prefill(plan, written, lse, q, kv, logits, use_tma, spans, out_scale)
+            launch_prefill(self.config, self._buffers, plan, layer)
         return (out, lse) if lse is not None else out
-
-    def _run_decode(
-        self,
-        plan: Plan,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        q: torch.Tensor,
-        kv: KvCache,
-        logits: Logits,
-        use_tma: bool,
-        out_scale: torch.Tensor | None,
-    ) -> None:
-        cfg, t = self.config, self.config.decode
-        batch: tuple[Any, ...] = (
-            plan.query_start_loc, plan.seq_lens, plan.block_table,
-            self._header, self._cu_work, self._worker_record,
-            self._partial_acc, self._partial_m, self._partial_l, self._arrivals, logits,
-        )  # fmt: skip
-        wanted = plan.decodes_few or plan.side_by_side
-        plain = not wanted or not _plain_maths(plan, logits, use_tma, q, out, out_scale)
-        if cfg.hopper_decode and not plain:
-            # Imported late, as the Gluon prefill is.
-            from tilewise.kernels.hopper_decode import hopper_decode_attention
-
-            hopper_decode_attention(
-                out, lse, q, kv, *batch, window=cfg.window, item_overhead=cfg.item_overhead,
-                num_programs=cfg.num_sms, block_m=t.block_m, block_n=t.block_n,
-                num_stages=cfg.hopper_decode.num_stages, pdl=cfg.pdl,
-            )  # fmt: skip
-            counters.add("launches", kernel="hopper_decode")
-            return
-        merge_rows, merge_pieces = cfg.merge_tile
-        if plan.shared and self._shared is not None and plan.block_table is not None:
-            batch = (
-                plan.query_start_loc, plan.seq_lens, plan.block_table, self._header, self._cu_work,
-                *self._shared.buffers, self._arrivals, self._shared.row_arrivals, logits,
-            )  # fmt: skip
-            tiles: dict[str, Any] = {**self._shared.tiles}
-            prefix_decode_attention(
-                out, lse, q, kv, *batch, item_overhead=cfg.item_overhead, block_m=t.block_m,
-                block_n=t.block_n, block_d=t.block_d, num_warps=t.num_warps,
-                num_stages=t.num_stages, tail_stages=t.tail_stages,
-                use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
-                pdl=cfg.pdl, out_scale=out_scale,
-                out_format=self._out_format if out_scale is not None else "", **tiles,
-            )  # fmt: skip
-            counters.add("launches", kernel="prefix_decode")
-            return
-        options: dict[str, Any] = {**cfg.piece_constants}
-        decode_attention(
-            out, lse, q, kv, *batch,
-            item_overhead=cfg.item_overhead, window=cfg.window,
-            causal=plan.causal if plan.mask is None else False,
-            kv_starts=plan.kv_starts, mask=plan.mask,
-            block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
-            num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, merge_rows=merge_rows, merge_pieces=merge_pieces,
-            pdl=cfg.pdl, out_scale=out_scale,
-            out_format=self._out_format if out_scale is not None else "", **options,
-        )  # fmt: skip
-        counters.add("launches", kernel="decode")
-
-    def _run_prefill(
-        self,
-        plan: Plan,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        q: torch.Tensor,
-        kv: KvCache,
-        logits: Logits,
-        use_tma: bool,
-        spans: str,
-        out_scale: torch.Tensor | None,
-    ) -> None:
-        cfg = self.config
-        batch: tuple[Any, ...] = (
-            plan.query_start_loc, plan.seq_lens, plan.block_table,
-            self._header, self._tile_req, self._tile_token, logits,
-        )  # fmt: skip
-        heeded = None if spans == "off" else plan.spans
-        plain = heeded is not None or not _plain_maths(plan, logits, use_tma, q, out, out_scale)
-        if cfg.hopper_prefill and not plain:
-            # Imported late: other devices, and Triton's interpreter, need no Gluon.
-            from tilewise.kernels.hopper_prefill import hopper_prefill_attention
-
-            programs = min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads)
-            hopper_prefill_attention(
-                out, lse, q, kv, *batch, window=cfg.window, num_programs=programs,
-                block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
-                beside_decode=plan.side_by_side,
-            )  # fmt: skip
-            counters.add("launches", kernel="hopper_prefill")
-            return
-        fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
-        if fp8 and not plain and not kv.page_scales:
-            from tilewise.kernels.hopper_prefill_fp8 import hopper_prefill_fp8_attention
-
-            hopper_prefill_fp8_attention(
-                out, lse, q, kv, *batch, block_n=fp8.block_n, num_stages=fp8.num_stages,
-                num_programs=min(cfg.num_sms, plan.max_prefill_tiles * self.geometry.num_kv_heads),
-            )  # fmt: skip
-            counters.add("launches", kernel="hopper_prefill_fp8")
-            return
-        t = cfg.prefill
-        prefill_attention(
-            out, lse, q, kv, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
-            causal=plan.causal, spans=heeded, spans_in_window=spans == "windowed",
-            kv_starts=plan.kv_starts,
-            mask=None if plan.mask is None or plan.mask.is_tree else plan.mask,
-            out_scale=out_scale, out_format=self._out_format if out_scale is not None else "",
-            block_q=cfg.prefill_block_q, block_m=t.block_m,
-            block_n=t.block_n, block_d=t.block_d,
-            num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
-            use_tma=t.use_tma and use_tma, lazy_rescale=t.lazy_rescale, fp8_dot=cfg.fp8_dot,
-        )  # fmt: skip
-        counters.add("launches", kernel="prefill")
-
-    def _check_device(self) -> None:
-        """Kernels start on the current device, whatever device their tensors are on."""
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            raise PlanMismatch(
-                f"the current device is cuda:{torch.cuda.current_device()}; built for "
-                f"{self.device} (torch.cuda.set_device makes another one current)"
-            )
 
     def _current(self, plan: Plan | None) -> Plan:
         if plan is None:
@@ -674,124 +453,9 @@ class PagedAttention:
         """Key counts of a batch whose keys are rows, counted on the device."""
         if block_table is not None:
             raise PlanMismatch("seq_lens is None; accepted: only without a block_table")
-        num_reqs = query_start_loc.numel() - 1
-        if query_start_loc.dim() != 1 or not 0 <= num_reqs <= self.max_num_reqs:
-            raise PlanMismatch(
-                f"query_start_loc has shape {tuple(query_start_loc.shape)}; accepted: "
-                f"[num_reqs + 1] of at most {self.max_num_reqs} requests"
-            )
-        if query_start_loc.dtype != torch.int32 or query_start_loc.device != self.device:
-            raise PlanMismatch(
-                f"query_start_loc is {query_start_loc.dtype} on {query_start_loc.device}; "
-                f"accepted: torch.int32 on {self.device}"
-            )
+        num_reqs = self._checks.query_starts(query_start_loc)
         starts = query_start_loc
         if kv_start_loc is not None:
             self._checks.starts(kv_start_loc, num_reqs)
             starts = kv_start_loc
-        return torch.sub(starts[1:], starts[:-1], out=self._own_lengths[:num_reqs])
-
-    def _bind(
-        self,
-        plan: Plan,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-    ) -> tuple[KvCache, bool]:
-        """Views of the cache, and whether the copy engine can read them; checks what is new.
-
-        A layer passes the same layouts every step, so what was checked once is remembered by
-        everything but the number of rows and the addresses.
-        """
-        for name, x in (("q", q), ("out", out)):
-            if x is not None and x.shape[0] < plan.num_tokens:
-                raise PlanMismatch(
-                    f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
-                )
-        if plan.block_table is None:
-            return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
-        pair = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
-        if len(pair) not in (1, 2):
-            raise PlanMismatch(f"kv_cache is a tuple of {len(pair)}; accepted: (k, v)")
-        tensors = (q, *pair) if out is None else (q, out, *pair)
-        pages = pair[0].shape[0]
-        self._checks.are_tensors(k_scale=k_scale, v_scale=v_scale)
-        same_pages = pages == pair[-1].shape[0]
-        layouts = ((x.shape[1:], x.stride(), x.dtype) for x in tensors)
-        scales = (k_scale, v_scale)
-        kinds = (x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in scales)
-        of_pages = any(x is not None and x.dim() == 2 for x in scales)
-        key = (len(pair), same_pages, out is None, of_pages and pages, *layouts, *kinds)
-        aligned = self._layouts.get(key)
-        if aligned is None:
-            self._checks.rows("q", q, self.config)
-            if out is not None:
-                self._checks.rows("out", out, self.config)
-            self._checks.kv_scales(k_scale, v_scale, pages)
-            if of_pages and self._shared is not None:
-                raise PlanMismatch(
-                    "k_scale and v_scale of pages with shared_prefixes; accepted: of the tensor or "
-                    "of heads"
-                )
-            kv = self._checks.cache(pair, scales)
-            aligned = self._layouts[key] = tma_strides(kv)
-        else:
-            kv = split_cache(
-                pair, scales, self.geometry.head_dim, self._fp8_format, self._checks.rotated
-            )
-        for x in tensors:
-            if x.device != self.device:
-                raise PlanMismatch(f"a tensor is on {x.device}; built for {self.device}")
-        return kv, aligned and (kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
-
-    def _bind_rows(
-        self,
-        plan: Plan,
-        q: torch.Tensor,
-        kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-    ) -> KvCache:
-        """Views of keys and values that are the batch's own rows; the copy engine reads pages."""
-        if self._fp8_format or k_scale is not None or v_scale is not None:
-            raise PlanMismatch(
-                f"kv_dtype={self.kv_dtype} with a plan without block_table; accepted: "
-                f"{self.dtype}, without scales"
-            )
-        self._checks.rows("q", q, self.config)
-        if out is not None:
-            self._checks.rows("out", out, self.config)
-        return view_rows(kv, self.geometry, self.dtype, self.device, plan.num_keys)
-
-
-def _plain_maths(
-    plan: Plan,
-    logits: Logits,
-    use_tma: bool,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    out_scale: torch.Tensor | None,
-) -> bool:
-    """Whether a layer is one for the Gluon kernels.
-
-    A batch they take, logits that are only scaled, an output in the queries' dtype, aligned
-    addresses.
-    """
-    simple = not logits.shaped and plan.why_plain is None and out_scale is None
-    return use_tma and simple and _aligned_rows(q, out)
-
-
-def _aligned_rows(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can address rows: positive strides and addresses of 16 bytes."""
-    return all(
-        x.data_ptr() % 16 == 0
-        and all(
-            stride > 0 and stride * x.element_size() % 16 == 0
-            for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-            if length > 1
-        )
-        for x in tensors
-    )
+        return torch.sub(starts[1:], starts[:-1], out=self._buffers.own_lengths[:num_reqs])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewise import plan_rule, policy
-from tilewise.errors import PlanMismatch, UnsupportedConfig
+from tilewise.errors import PlanMismatch
 from tilewise.kernels.launch import KvCache
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,24 +33,6 @@ def split_cache(
     if len(pair) == 1:
         pair = (pair[0][..., :head_dim], pair[0][..., head_dim:])
     return KvCache(pair[0], pair[1], fp8_format, scales[0], scales[1], rotated=rotated)
-
-
-def check_fp8_options(
-    fp8_matmul: bool, rotated_keys: bool, kv_dtype: torch.dtype, head_dim: int
-) -> None:
-    """What multiplying and rotating an fp8 cache asks of it.
-
-    Raises
-    ------
-    UnsupportedConfig
-        Naming the option, what it met and what is accepted.
-    """
-    if fp8_matmul and kv_dtype != torch.float8_e4m3fn:
-        raise UnsupportedConfig(f"fp8_matmul with kv_dtype={kv_dtype}; accepted: float8_e4m3fn")
-    if rotated_keys and kv_dtype.itemsize != 1:
-        raise UnsupportedConfig(f"rotated_keys with kv_dtype={kv_dtype}; accepted: fp8")
-    if rotated_keys and head_dim & (head_dim - 1):
-        raise UnsupportedConfig(f"rotated_keys with head_dim={head_dim}; accepted: powers of two")
 
 
 @dataclass(frozen=True)
@@ -172,6 +154,21 @@ class Checks:
                 f"{num_reqs} requests of up to {keys} keys and {longest} query tokens could "
                 f"exceed the 2**31 units a plan counts; pass a narrower block_table"
             )
+
+    def query_starts(self, query_start_loc: torch.Tensor) -> int:
+        """Starts of a batch that says nothing of its keys; returns its requests."""
+        num_reqs = query_start_loc.numel() - 1
+        if query_start_loc.dim() != 1 or not 0 <= num_reqs <= self.max_num_reqs:
+            raise PlanMismatch(
+                f"query_start_loc has shape {tuple(query_start_loc.shape)}; accepted: "
+                f"[num_reqs + 1] of at most {self.max_num_reqs} requests"
+            )
+        if query_start_loc.dtype != torch.int32 or query_start_loc.device != self.device:
+            raise PlanMismatch(
+                f"query_start_loc is {query_start_loc.dtype} on {query_start_loc.device}; "
+                f"accepted: torch.int32 on {self.device}"
+            )
+        return num_reqs
 
     def starts(self, kv_start_loc: torch.Tensor, num_reqs: int) -> None:
         """Where each request's keys or page ids start."""

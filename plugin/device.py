@@ -6,7 +6,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from tilewise import policy
-from tilewise.errors import UnsupportedConfig
+from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels import interpreter, plan
 
 # Dtypes of an fp8 cache and the names of their formats.
@@ -44,6 +44,21 @@ def describe(device: torch.device) -> policy.Device:
         num_sms=props.multi_processor_count,
         shared_memory=props.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
+
+
+def check_current(device: torch.device) -> None:
+    """See that kernels will start on a device: they do on the current one, wherever tensors are.
+
+    Raises
+    ------
+    PlanMismatch
+        When another device is the current one, naming both.
+    """
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        raise PlanMismatch(
+            f"the current device is cuda:{torch.cuda.current_device()}; built for {device} "
+            "(torch.cuda.set_device makes another one current)"
+        )
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 
     TilewiseError
     ├── UnsupportedConfig  (ValueError)    heads, sizes, dtypes or settings outside what we compute
+    │   └── UnsupportedFp8                 products or rotated keys of fp8, where they are not
     ├── PlanMismatch       (ValueError)    run() was given tensors or a plan that do not fit
     ├── UnsupportedFeature (NotImplementedError)  a feature of a model that we do not compute
     ├── IncompatibleVllm   (RuntimeError)  the installed vLLM lacks an interface we build on
@@ -17,6 +18,10 @@ class TilewiseError(Exception):
 
 class UnsupportedConfig(TilewiseError, ValueError):
     """A configuration outside what the package supports; names the value and what is accepted."""
+
+
+class UnsupportedFp8(UnsupportedConfig):
+    """``fp8_matmul`` or ``rotated_keys`` with a layer or a device that is computed without."""
 
 
 class PlanMismatch(TilewiseError, ValueError):

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from tilewise import plan_rule, policy
-from tilewise.attention import PagedAttention, Plan
+from tilewise.attention import PagedAttention
+from tilewise.binding import Binding
 from tilewise.checks import SUPPORTED_DTYPES, Checks, names_of
 from tilewise.device import describe, resolve
 from tilewise.errors import PlanMismatch, UnsupportedConfig
 from tilewise.kernels.launch import KvCache, tma_strides
 from tilewise.masks import BlockMask, CustomMask, Mask
+from tilewise.plan import Plan
 
 
 class BlockSparseAttention:
@@ -337,16 +339,22 @@ class _BlockChecks(Checks):
             )
 
 
-class _BlockRows(PagedAttention):
-    """Requests are rows of blocks; pages are blocks of consecutive keys, of any size."""
+class _BlockBinding(Binding):
+    """Keys lie in rows, and are seen as pages of a block's columns.
 
-    def take_blocks_of(self, columns: int) -> None:
-        """Walk keys in blocks of so many, whatever page size the tiles were chosen for."""
-        given = vars(self._checks)
-        self._columns = columns
-        self._checks = _BlockChecks(**given, columns=columns)
+    Parameters
+    ----------
+    checks : Checks
+    config : policy.Config
+    columns : int
+        Keys of a block.
+    """
 
-    def _bind(
+    def __init__(self, checks: Checks, config: policy.Config, columns: int) -> None:
+        super().__init__(checks, config)
+        self.columns = columns
+
+    def bind(
         self,
         plan: Plan,
         q: torch.Tensor,
@@ -355,7 +363,7 @@ class _BlockRows(PagedAttention):
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
     ) -> tuple[KvCache, bool]:
-        """Views of keys and values as pages; whether the copy engine can read them."""
+        """Views of keys and values as pages; see ``Binding.bind``."""
         for name, x in (("q", q), ("out", out)):
             if x is None:
                 continue
@@ -363,8 +371,8 @@ class _BlockRows(PagedAttention):
                 raise PlanMismatch(
                     f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens}"
                 )
-            self._checks.rows(name, x, self.config)
-        g = self.geometry
+            self.checks.rows(name, x, self.config)
+        g = self.checks.geometry
         views = []
         for name, x in zip(("k", "v"), kv_cache, strict=True):
             if x.dim() != 3 or x.shape[1:] != (g.num_kv_heads, g.head_dim) or x.stride(2) != 1:
@@ -372,13 +380,20 @@ class _BlockRows(PagedAttention):
                     f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; accepted: "
                     f"[keys, {g.num_kv_heads}, {g.head_dim}] with unit last stride"
                 )
-            self._checks.dtype_of(name, x)
+            self.checks.dtype_of(name, x)
             if x.shape[0] < plan.num_keys:
                 raise PlanMismatch(f"{name} has {x.shape[0]} rows; the plan has {plan.num_keys}")
-            blocks = x[: plan.num_keys].unflatten(
-                0, (plan.num_keys // self._columns, self._columns)
-            )
+            blocks = x[: plan.num_keys].unflatten(0, (plan.num_keys // self.columns, self.columns))
             views.append(blocks.transpose(1, 2))
         kv = KvCache(*views)
         aligned = tma_strides(kv) and (kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
         return kv, aligned and plan.num_keys > 0
+
+
+class _BlockRows(PagedAttention):
+    """Requests are rows of blocks; pages are blocks of consecutive keys, of any size."""
+
+    def take_blocks_of(self, columns: int) -> None:
+        """Walk keys in blocks of so many, whatever page size the tiles were chosen for."""
+        checks = _BlockChecks(**vars(self._checks), columns=columns)
+        self._use(_BlockBinding(checks, self.config, columns))

@@ -6,12 +6,13 @@ Unused block-table entries point far outside the cache.
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from reference import paged_attention
 
 from tilewise.attention import PagedAttention
+from tilewise.binding import CacheBinding
 
 NOWHERE = 2_147_480_000  # an unused block-table entry: reading through it faults or is absurd
 
@@ -217,10 +218,20 @@ def make_attention(case: Case, device: str, **overrides) -> PagedAttention:
 
 def poison_scratch(attn: PagedAttention) -> None:
     """NaN in every scratch byte that a kernel may only read after writing it."""
-    for buffer in (attn._partial_acc, attn._partial_m, attn._partial_l):
+    held = attn._buffers
+    for buffer in (held.partial_acc, held.partial_m, held.partial_l):
         buffer.fill_(float("nan"))
-    for buffer in (attn._tile_req, attn._tile_token, attn._worker_record):
+    for buffer in (held.tile_req, held.tile_token, held.worker_record):
         buffer.fill_(NOWHERE)
+
+
+def convert_by_arithmetic(attn: PagedAttention) -> None:
+    """Read an fp8 cache from now on as GPUs do that have no instruction for it."""
+    instruction = attn._checks.fp8_format
+    assert instruction
+    assert not instruction.endswith("_bits")
+    checks = replace(attn._checks, fp8_format=f"{instruction}_bits")
+    attn._use(CacheBinding(checks, attn.config))
 
 
 def plan_batch(attn: PagedAttention, batch: Batch, **overrides):
@@ -317,4 +328,4 @@ def run_and_check(case: Case, device: str, seed: int = 0, **overrides) -> None:
     out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **features)
     check(batch, out, lse)
     assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
-    assert not attn._arrivals.any(), "arrival counters must be zero between launches"
+    assert not attn._buffers.arrivals.any(), "arrival counters must be zero between launches"

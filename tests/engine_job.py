@@ -115,25 +115,25 @@ def break_kernel(name: str | None) -> None:
     """Replace a kernel by one that computes nothing, before anything is started."""
     if name is None:
         return
-    from tilewise import attention
+    from tilewise import launches
 
     attribute = f"{name}_attention"
-    if not hasattr(attention, attribute):
+    if not hasattr(launches, attribute):
         raise ValueError(f"broken={name!r}; accepted: prefill, decode, prefix_decode")
-    setattr(attention, attribute, lambda *_, **__: None)
+    setattr(launches, attribute, lambda *_, **__: None)
 
 
 def watch_groups() -> list[int]:
     """Groups of requests that share pages, in every launch from now on; on a CPU only."""
-    from tilewise import attention
+    from tilewise import launches
 
-    launch, seen = attention.prefix_decode_attention, [0]
+    launch, seen = launches.prefix_decode_attention, [0]
 
     def watched(*args, **named):
         seen.append(int(args[10][1]))  # the header of what is shared
         launch(*args, **named)
 
-    attention.prefix_decode_attention = watched
+    launches.prefix_decode_attention = watched
     return seen
 
 

@@ -33,7 +33,7 @@ def make_shared(case: Case, groups: Groups, device: str, seed: int = 0) -> Batch
 
 def poison_shared(attn: PagedAttention) -> None:
     """NaN, and page ids of nowhere, in all that a launch may only read after writing it."""
-    shared = attn._shared
+    shared = attn._buffers.shared
     for buffer in (shared.partial_acc, shared.partial_m, shared.partial_l):
         buffer.fill_(float("nan"))
     written = (
@@ -52,8 +52,8 @@ def twin(attn: PagedAttention, batch: Batch) -> prefix_rule.SharedPlan:
 
 def planned(attn: PagedAttention, num_reqs: int) -> prefix_rule.SharedPlan:
     """The plan that the device wrote."""
-    shared = attn._shared
-    active, total = attn._header[1].item(), attn._header[2].item()
+    shared = attn._buffers.shared
+    active, total = attn._buffers.header[1].item(), attn._buffers.header[2].item()
     units, groups = shared.shared_header.tolist()
     rows = shared.groups[:groups].tolist()
     slots = rows[-1][4] + rows[-1][5] if rows else 0
@@ -65,7 +65,7 @@ def planned(attn: PagedAttention, num_reqs: int) -> prefix_rule.SharedPlan:
     return prefix_rule.SharedPlan(
         header=(active, total),
         shared_header=(units, groups),
-        cu_work=tuple(attn._cu_work[: num_reqs + 1].tolist()),
+        cu_work=tuple(attn._buffers.cu_work[: num_reqs + 1].tolist()),
         members=tuple(
             row if row[0] >= 0 else (-1, 0, 0, 0) for row in tuples(shared.members[:num_reqs])
         ),
@@ -88,13 +88,17 @@ def run_shared(
     plan = plan_batch(attn, batch)
     assert plan.shared
     assert planned(attn, len(batch.lens)) == twin(attn, batch)
-    assert attn._shared.shared_header[1].item() == (len(groups) if expected is None else expected)
+    assert attn._buffers.shared.shared_header[1].item() == (
+        len(groups) if expected is None else expected
+    )
     out = torch.full_like(batch.q, 7.0)
     out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **batch.features)
     check(batch, out, lse)
     assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
-    assert not attn._arrivals.any(), "arrival counters must be zero between launches"
-    assert not attn._shared.row_arrivals.any(), "counters of rows must be zero between launches"
+    assert not attn._buffers.arrivals.any(), "arrival counters must be zero between launches"
+    assert not attn._buffers.shared.row_arrivals.any(), (
+        "counters of rows must be zero between launches"
+    )
     alone = make_attention(case, device)
     plan_batch(alone, batch)
     out_alone, lse_alone = alone.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)

@@ -184,14 +184,14 @@ def test_lengths_beyond_num_tokens_stay_inside_the_buffers(device):
         4, 2, 16, page_size=16, dtype=torch.float32, max_num_reqs=4, max_num_tokens=64,
         device=device,
     )  # fmt: skip
-    room = attn._tile_req.shape[0]
+    room = attn._buffers.tile_req.shape[0]
     ints = {"dtype": torch.int32, "device": device}
     table = torch.zeros((1, 130), **ints)
     attn.plan(
         torch.tensor([0, 2000], **ints), torch.tensor([2000], **ints), table,
         num_tokens=64, max_query_len=64,
     )  # fmt: skip
-    assert attn._header[0].item() == room
+    assert attn._buffers.header[0].item() == room
 
 
 def test_one_token_requests_of_a_long_context_model_are_planned(device):
@@ -204,7 +204,7 @@ def test_one_token_requests_of_a_long_context_model_are_planned(device):
     qsl, lens = torch.arange(1025, **ints), torch.full((1024,), 500, **ints)
     table = torch.zeros((1, 16384), **ints).expand(1024, 16384)
     attn.plan(qsl, lens, table, num_tokens=1024, max_query_len=1)
-    assert attn._header[2].item() == 1024 * 8 * (8 + attn.config.item_overhead)
+    assert attn._buffers.header[2].item() == 1024 * 8 * (8 + attn.config.item_overhead)
 
 
 CPU_PROGRAM = """

@@ -171,7 +171,7 @@ def run_rows(case: Case, device, attn=None):
     atol = 1e-5 if case.dtype == torch.float32 else 1e-3
     torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=1e-4, atol=atol)
     assert (out[starts[-1] :] == 7.0).all()
-    assert not attn._arrivals.any()
+    assert not attn._buffers.arrivals.any()
 
 
 @pytest.mark.parametrize(

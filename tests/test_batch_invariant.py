@@ -127,7 +127,7 @@ def test_pieces_in_the_default_mode_are_none(device):
     attn = make_attention(Case(((1, 5),)), device)
     assert attn.config.pieces is None
     assert attn.config.piece_constants == {"piece_tiles": 0, "max_pieces": 0}
-    assert attn._partial_m.shape[0] == 2 * attn.config.num_workers
+    assert attn._buffers.partial_m.shape[0] == 2 * attn.config.num_workers
 
 
 # -- bits -----------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def run_some(attn, batch, order, pad_rows=0, pad_requests=0, blank=0):
         num_tokens=q.shape[0], max_query_len=max(lens),
     )  # fmt: skip
     out, lse = attn.run(q, batch.kv_cache, return_lse=True, **batch.features)
-    assert not attn._arrivals.any(), "arrival counters must be zero between launches"
+    assert not attn._buffers.arrivals.any(), "arrival counters must be zero between launches"
     starts = dict(zip(order, qsl[blank:], strict=False))
     return {r: (out[a : a + query_lens[r]], lse[a : a + query_lens[r]]) for r, a in starts.items()}
 
@@ -305,8 +305,8 @@ def test_a_batch_without_decodes_and_one_without_requests(device):
         torch.zeros(3, **ints), torch.zeros(2, **ints), torch.zeros((2, 1), **ints),
         num_tokens=0, max_query_len=1,
     )  # fmt: skip
-    assert attn._header[:3].tolist() == [0, 0, 0]
-    assert not attn._worker_record.any()
+    assert attn._buffers.header[:3].tolist() == [0, 0, 0]
+    assert not attn._buffers.worker_record.any()
 
 
 # -- on a GPU, as the policy has it ---------------------------------------------------------------

@@ -218,10 +218,10 @@ def test_plan_reads_device_lengths_at_every_build():
     builder = make_builder(mode="FULL")
     batch = make_batch([1, 1, 0, 0], num_tokens=4)
     builder.build_for_cudagraph_capture(batch)
-    before = builder.attn._cu_work.clone()
+    before = builder.attn._buffers.cu_work.clone()
     batch.seq_lens.copy_(torch.tensor([1000, 1, 0, 0]))
     builder.build(0, batch)
-    assert not torch.equal(before, builder.attn._cu_work)
+    assert not torch.equal(before, builder.attn._buffers.cu_work)
 
 
 # -- speculative decoding -------------------------------------------------------------------------

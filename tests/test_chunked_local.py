@@ -30,8 +30,9 @@ from vllm.v1.attention.backends.utils import make_local_attention_virtual_batche
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
 from tilewise.integration.backend import TilewiseBackend
-from tilewise.integration.builder import TilewiseMetadata, most_requests
+from tilewise.integration.groups import most_requests
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.metadata import TilewiseMetadata
 
 pytestmark = [
     pytest.mark.vllm,

@@ -106,7 +106,7 @@ class Captured:
         torch.cuda.synchronize()
         check(batch, self.out, self.lse)
         assert (self.out[n:] == 7.0).all()
-        assert not self.attn._arrivals.any()
+        assert not self.attn._buffers.arrivals.any()
 
 
 def test_decode_graph_serves_every_length():

@@ -150,13 +150,17 @@ def test_d5_more_rows_than_the_batch_has_tokens(rows, device):
 def test_d9_plans_are_made_in_place(device):
     """A graph holds addresses: no plan, of whatever batch, may move a buffer."""
     attn = make_attention(Case(((1, 0),)), device, max_num_reqs=8, max_num_tokens=500)
-    buffers = {k: v.data_ptr() for k, v in vars(attn).items() if isinstance(v, torch.Tensor)}
+    buffers = {
+        k: v.data_ptr() for k, v in vars(attn._buffers).items() if isinstance(v, torch.Tensor)
+    }
     assert len(buffers) >= 9
     for requests in (((1, 70),), MIXED, ((400, 0), (1, 2000)), ((0, 0),)):
         batch = make_batch(Case(requests), device)
         plan_batch(attn, batch)
         attn.run(batch.q, batch.kv_cache)
-        now = {k: v.data_ptr() for k, v in vars(attn).items() if isinstance(v, torch.Tensor)}
+        now = {
+            k: v.data_ptr() for k, v in vars(attn._buffers).items() if isinstance(v, torch.Tensor)
+        }
         assert now == buffers
 
 
@@ -227,13 +231,13 @@ def test_d22_workspace_suffices_for_the_worst_batch(device):
             torch.arange(513, **ints) * query_len, seq_lens, table,
             num_tokens=512 * query_len, max_query_len=query_len,
         )  # fmt: skip
-        tiles, active, total = attn._header[:3].tolist()
+        tiles, active, total = attn._buffers.header[:3].tolist()
         assert (tiles, active) == (0, config.num_workers)
         units = [plan_rule.decode_units(query_len, n, config) for n in (seq_len + 64, seq_len)]
         assert total == units[0] + 511 * units[1]
-        ends = attn._worker_record[:, 1]
+        ends = attn._buffers.worker_record[:, 1]
         assert ends[-1] == total
-    assert attn._partial_m.shape[0] == 2 * config.num_workers
+    assert attn._buffers.partial_m.shape[0] == 2 * config.num_workers
 
 
 # -- F: sliding windows, prefixes -----------------------------------------------------------------

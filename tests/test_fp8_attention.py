@@ -125,6 +125,14 @@ def test_layers_that_cannot_heed_it_are_named(value, head_size, why, device, mon
         make_builder(device, layer)
 
 
+def test_layers_that_cannot_be_without_it_either_are_not_sent_to_it(device, monkeypatch):
+    """Switching it off would not help them."""
+    monkeypatch.setenv(VARIABLE, "rotated")
+    layer = make_layer(device, kv_cache_dtype="fp8")
+    with pytest.raises(UnsupportedConfig, match=r"^page_size=24; accepted"):
+        make_builder(device, layer, page=24)
+
+
 @pytest.mark.parametrize("reader", ["layer.0", "layer.1"])
 @pytest.mark.parametrize(("value", "backends", "refused"), [
     ("rotated", 2, True), ("rotated", 1, False), ("fp8", 2, False),

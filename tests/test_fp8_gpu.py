@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from cases import Case, check, make_attention, make_batch, plan_batch, run_and_check
+from cases import (
+    Case,
+    check,
+    convert_by_arithmetic,
+    make_attention,
+    make_batch,
+    plan_batch,
+    run_and_check,
+)
 from test_fp8 import BF16, E4M3, E5M2, FP8, FP16, FP32
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +49,7 @@ def test_instruction_and_arithmetic_give_the_same_bits(kv_dtype, page_size):
     attn = make_attention(case, "cuda")
     plan_batch(attn, batch)
     out = attn.run(batch.q, batch.kv_cache, **batch.features)
-    assert not attn._fp8_format.endswith("_bits")
-    attn._fp8_format += "_bits"
+    convert_by_arithmetic(attn)
     again = attn.run(batch.q, batch.kv_cache, **batch.features)
     assert torch.equal(out[: batch.num_tokens], again[: batch.num_tokens])
 

@@ -11,7 +11,7 @@ from reference import paged_attention
 
 from tilewise import policy
 from tilewise.bench import fp8_accuracy as accuracy
-from tilewise.errors import PlanMismatch, UnsupportedConfig
+from tilewise.errors import PlanMismatch, UnsupportedConfig, UnsupportedFp8
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.kernels.hadamard import rotation
 
@@ -266,8 +266,17 @@ def test_the_emulated_accumulator_drops_what_is_small():
 def test_what_does_not_go_together_is_refused(options, named, device):
     head_dim = options.pop("head_dim", 64)
     case = Case(MIXED, head_dim=head_dim, dtype=BF16, kv_dtype=options.pop("kv_dtype", None))
-    with pytest.raises(UnsupportedConfig, match=named):
+    with pytest.raises(UnsupportedFp8, match=named):
         make_attention(case, device, **options)
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 20}, {"decode_query_len": 17}], ids=str)
+def test_what_is_refused_without_them_too_is_not_their_fault(options, device):
+    case = Case(MIXED, dtype=BF16, kv_dtype=E4M3, **options)
+    ((name, value),) = options.items()
+    with pytest.raises(UnsupportedConfig, match=f"{name}={value}; accepted") as caught:
+        make_attention(case, device, fp8_matmul=True, rotated_keys=True)
+    assert not isinstance(caught.value, UnsupportedFp8)
 
 
 def test_a_config_must_agree(device):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from cases import Case, make_attention, make_batch, plan_batch
+from cases import Case, convert_by_arithmetic, make_attention, make_batch, plan_batch
 from test_fp8_matmul import BF16, FP8, FP16, FP32, run_and_check
 
 from tilewise.bench import fp8_accuracy as accuracy
@@ -97,7 +97,7 @@ def test_instruction_and_arithmetic_agree():
     plan_batch(attn, batch)
     rows = slice(0, batch.num_tokens)
     fast = attn.run(batch.q, batch.kv_cache, **batch.features)[rows].float()
-    attn._fp8_format += "_bits"
+    convert_by_arithmetic(attn)
     tiles = dataclasses.replace(attn.config.prefill, use_tma=False, num_stages=1)
     attn.config = dataclasses.replace(attn.config, prefill=tiles)
     slow = attn.run(batch.q, batch.kv_cache, **batch.features)[rows].float()

@@ -136,7 +136,7 @@ def test_matches_reference(case):
         assert hopper_launches() == before + 1
         check(batch, out, lse)
         assert (out[batch.num_tokens :] == 7.0).all()
-        assert attn._header[3:].tolist() == [0, 0]
+        assert attn._buffers.header[3:].tolist() == [0, 0]
         outs.append(out[: batch.num_tokens])
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])

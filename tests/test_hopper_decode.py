@@ -88,7 +88,7 @@ def test_matches_reference(case):
         assert launches() == before + 1
         check(batch, out, lse)
         assert (out[batch.num_tokens :] == 7.0).all()
-        assert not attn._arrivals.any()
+        assert not attn._buffers.arrivals.any()
         poison_scratch_of_results(attn)
         outs.append(out[: batch.num_tokens])
     assert torch.equal(outs[0], outs[1])
@@ -97,7 +97,7 @@ def test_matches_reference(case):
 
 def poison_scratch_of_results(attn):
     """NaN where partial results were; the plan stays."""
-    for buffer in (attn._partial_acc, attn._partial_m, attn._partial_l):
+    for buffer in (attn._buffers.partial_acc, attn._buffers.partial_m, attn._buffers.partial_l):
         buffer.fill_(float("nan"))
 
 
@@ -133,7 +133,7 @@ def test_a_plan_for_more_programs_is_served_as_well(case):
     attn.config = dataclasses.replace(config, hopper_decode=None)  # plans for the plain kernel
     plan = plan_batch(attn, batch)
     assert not plan.decodes_few
-    assert int(attn._header[1]) > config.num_sms
+    assert int(attn._buffers.header[1]) > config.num_sms
     attn.config = config
     before = launches()
     out, lse = attn.run(
@@ -213,7 +213,7 @@ def test_prefill_and_decode_side_by_side(case):
     attn = make_attention(case, "cuda")
     plan = plan_batch(attn, batch)
     assert plan.side_by_side
-    active, (fewest, most) = int(attn._header[1]), attn.config.beside
+    active, (fewest, most) = int(attn._buffers.header[1]), attn.config.beside
     assert 0 < active <= most
     assert fewest < most < attn.config.num_sms
     before = launches(), launches("hopper_prefill")
@@ -235,8 +235,8 @@ def test_prefill_and_decode_side_by_side(case):
         for copy in copies:
             check(batch, copy)
             assert torch.equal(copy[: batch.num_tokens], copies[0][: batch.num_tokens])
-    assert not attn._arrivals.any()
-    assert attn._header[3:].tolist() == [0, 0]
+    assert not attn._buffers.arrivals.any()
+    assert attn._buffers.header[3:].tolist() == [0, 0]
 
 
 def test_decode_gets_its_share_of_the_sms():

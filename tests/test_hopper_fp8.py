@@ -117,7 +117,7 @@ def test_matches_reference(case, rotated):
     attn = run_and_check(case, "cuda", rotated=rotated)
     assert attn.config.hopper_prefill_fp8 is not None
     assert launches() == before + 1
-    assert attn._header[3:].tolist() == [0, 0]
+    assert attn._buffers.header[3:].tolist() == [0, 0]
 
 
 @pytest.mark.gpu

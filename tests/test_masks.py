@@ -49,7 +49,7 @@ def run(batch, attn, mask, **overrides):
     out = torch.full_like(batch.q, 7.0)
     out, lse = attn.run(batch.q, batch.kv_cache, out=out, return_lse=True, **batch.features)
     assert (out[batch.num_tokens :] == 7.0).all(), "rows of no request were written"
-    assert not attn._arrivals.any(), "arrival counters must be zero between launches"
+    assert not attn._buffers.arrivals.any(), "arrival counters must be zero between launches"
     return out, lse
 
 
@@ -290,9 +290,9 @@ def test_a_tree_costs_what_a_chain_costs(device):
     batch = make_batch(case, device)
     attn = make_attention(case, device)
     plan_batch(attn, batch)
-    plain = attn._header.tolist()
+    plain = attn._buffers.header.tolist()
     plan_batch(attn, batch, mask=TreeMask(parents=parents_of(batch, make_trees(case))))
-    assert attn._header.tolist() == plain
+    assert attn._buffers.header.tolist() == plain
 
 
 @settings(deadline=None, max_examples=8)

@@ -54,14 +54,14 @@ def test_another_mask_in_the_same_tensor(packed):
         masks = random_masks(batch, seed, share)
         mask.values.copy_(flatten_masks(masks, packed))
         out.fill_(7.0)
-        poison = (attn._partial_acc, attn._partial_m, attn._partial_l)
+        poison = (attn._buffers.partial_acc, attn._buffers.partial_m, attn._buffers.partial_l)
         for buffer in poison:
             buffer.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
         check_masked(batch, out, lse, masks)
         assert (out[batch.num_tokens :] == 7.0).all()
-        assert not attn._arrivals.any()
+        assert not attn._buffers.arrivals.any()
 
 
 def test_another_tree_in_the_same_tensor():

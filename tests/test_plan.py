@@ -174,7 +174,12 @@ def plan_on(device):
             config=config, window=config.window or None,
             batch_invariant=config.pieces is not None,
         )  # fmt: skip
-        for buffer in (attn._tile_req, attn._tile_token, attn._cu_work, attn._worker_record):
+        for buffer in (
+            attn._buffers.tile_req,
+            attn._buffers.tile_token,
+            attn._buffers.cu_work,
+            attn._buffers.worker_record,
+        ):
             buffer.fill_(NOWHERE)
         ints = {"dtype": torch.int32, "device": device}
         qsl = torch.tensor([sum(query_lens[:i]) for i in range(len(batch) + 1)], **ints)
@@ -182,14 +187,16 @@ def plan_on(device):
             qsl, torch.tensor(seq_lens, **ints), torch.zeros((len(batch), 150), **ints),
             num_tokens=sum(query_lens), max_query_len=3000,
         )  # fmt: skip
-        n, active = attn._header[0].item(), attn._header[1].item()
-        assert not attn._worker_record[active:, :2].any(), "idle workers must have no stretch"
+        n, active = attn._buffers.header[0].item(), attn._buffers.header[1].item()
+        assert not attn._buffers.worker_record[active:, :2].any(), (
+            "idle workers must have no stretch"
+        )
         return plan_rule.BatchPlan(
-            header=tuple(attn._header[:3].tolist()),
-            tile_req=tuple(attn._tile_req[:n].tolist()),
-            tile_token=tuple(attn._tile_token[:n].tolist()),
-            cu_work=tuple(attn._cu_work[: len(batch) + 1].tolist()),
-            worker_record=tuple(map(tuple, attn._worker_record[:active].tolist())),
+            header=tuple(attn._buffers.header[:3].tolist()),
+            tile_req=tuple(attn._buffers.tile_req[:n].tolist()),
+            tile_token=tuple(attn._buffers.tile_token[:n].tolist()),
+            cu_work=tuple(attn._buffers.cu_work[: len(batch) + 1].tolist()),
+            worker_record=tuple(map(tuple, attn._buffers.worker_record[:active].tolist())),
         )
 
     return run

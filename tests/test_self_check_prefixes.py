@@ -9,9 +9,9 @@ pytest.importorskip("vllm")
 import torch
 from test_start_up import _fresh, checks, make_builder, make_cache, make_layer, pytestmark
 
-from tilewise import attention
+from tilewise import attention, launches
 from tilewise.errors import SelfCheckFailed
-from tilewise.integration import self_check
+from tilewise.integration import self_check_groups, self_check_inputs
 from tilewise.prefix_rule import plan_shared
 
 PAGE = 16
@@ -81,7 +81,7 @@ def test_without_room_for_a_group_the_rest_is_checked(device, monkeypatch):
 @pytest.mark.parametrize("spoil", ["zeros", "one_member", "even_columns"])
 def test_a_broken_kernel_stops_the_server(device, monkeypatch, spoil):
     """As it was where ptxas read the even columns of shared values from a wrong place."""
-    original = attention.prefix_decode_attention
+    original = launches.prefix_decode_attention
 
     def call(out, *args, **kwargs):
         original(out, *args, **kwargs)
@@ -95,7 +95,7 @@ def test_a_broken_kernel_stops_the_server(device, monkeypatch, spoil):
         else:
             out[:, :, ::2] *= 0.8
 
-    monkeypatch.setattr(attention, "prefix_decode_attention", call)
+    monkeypatch.setattr(launches, "prefix_decode_attention", call)
     layer = make_layer(device)
     make_builder(device, layer)
     with pytest.raises(SelfCheckFailed, match="the prefix_decode kernel is wrong"):
@@ -107,8 +107,8 @@ def test_places_are_those_of_the_table(device):
     layer = make_layer(device)
     builder = make_builder(device, layer)
     cache = make_cache(device)
-    sequence = self_check.make_sequence(layer.impl, layer, builder.attn, cache)
-    grouped, places = self_check.group_of(sequence, builder.attn)
+    sequence = self_check_inputs.make_sequence(layer.impl, layer, builder.attn, cache)
+    grouped, places = self_check_groups.group_of(sequence, builder.attn)
     pages = sequence.block_table[0].tolist()
     for i, page in enumerate(grouped.block_table[0].tolist()):
         first = places[i * PAGE].item()

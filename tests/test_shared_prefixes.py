@@ -167,7 +167,7 @@ def test_groups_come_and_go_between_plans(device):
         assert plan.shared == (found is not None)  # a single request shares nothing
         if found is not None:
             assert planned(attn, len(batch.lens)) == twin(attn, batch)
-            assert attn._shared.shared_header[1].item() == found
+            assert attn._buffers.shared.shared_header[1].item() == found
         out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
         check(batch, out, lse)
 
@@ -219,7 +219,7 @@ def test_entries_past_the_context_do_not_make_a_group(device):
     # The fourth page of the first two holds their new token: three pages are theirs to share.
     batch.block_table[1, :4] = batch.block_table[0, :4]
     plan_batch(attn, batch)
-    assert attn._shared.shared_header.tolist() == [0, 0]
+    assert attn._buffers.shared.shared_header.tolist() == [0, 0]
     assert planned(attn, 3) == twin(attn, batch)
 
 
@@ -393,7 +393,7 @@ def test_the_workspace_counts_its_buffers(device):
     case = Case(TAILS)
     alone, shared = (make_attention(case, str(device), shared_prefixes=on) for on in (False, True))
     assert shared.workspace_bytes > alone.workspace_bytes
-    held = shared._shared.workspace_bytes
+    held = shared._buffers.shared.workspace_bytes
     assert shared.workspace_bytes == alone.workspace_bytes + held
 
 
@@ -459,7 +459,7 @@ def test_launches_repeat_bit_for_bit_on_a_gpu():
     for _ in range(50):
         again = attn.run(batch.q, batch.kv_cache)[: batch.num_tokens]
         assert torch.equal(first, again)
-    assert not attn._shared.row_arrivals.any()
+    assert not attn._buffers.shared.row_arrivals.any()
 
 
 @pytest.mark.gpu
@@ -516,8 +516,8 @@ def test_a_graph_is_replayed_with_other_groups(drafts):
         poison_shared(attn)
         graph.replay()
         torch.cuda.synchronize()
-        assert attn._shared.shared_header[1].item() == len(groups)
+        assert attn._buffers.shared.shared_header[1].item() == len(groups)
         check(batch, out, lse)
         assert (out[n:] == 7.0).all()
-        assert not attn._arrivals.any()
-        assert not attn._shared.row_arrivals.any()
+        assert not attn._buffers.arrivals.any()
+        assert not attn._buffers.shared.row_arrivals.any()

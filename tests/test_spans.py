@@ -158,10 +158,10 @@ def test_only_requests_in_a_span_leave_the_decode_kernel(device):
     query_lens = [q for q, _ in REQUESTS]
     expected = plan_rule.plan_batch(query_lens, batch.lens, attn.config, SPANS)
     tiles, active, total = expected.header
-    assert attn._header[:3].tolist() == [tiles, active, total]
-    assert tuple(attn._tile_req[:tiles].tolist()) == expected.tile_req
-    assert tuple(attn._tile_token[:tiles].tolist()) == expected.tile_token
-    assert tuple(attn._cu_work[: len(REQUESTS) + 1].tolist()) == expected.cu_work
+    assert attn._buffers.header[:3].tolist() == [tiles, active, total]
+    assert tuple(attn._buffers.tile_req[:tiles].tolist()) == expected.tile_req
+    assert tuple(attn._buffers.tile_token[:tiles].tolist()) == expected.tile_token
+    assert tuple(attn._buffers.cu_work[: len(REQUESTS) + 1].tolist()) == expected.cu_work
     assert set(expected.tile_req) == {0, 1, 3, 6}
     assert [b > a for a, b in itertools.pairwise(expected.cu_work)] == [
         False, False, True, False, False, True, False,

@@ -130,7 +130,7 @@ def run_sparse(m: Matrix, attn, device, mask=None, given=None):
     out = torch.full_like(q, 7.0)
     out, lse = attn.run(q, k, v, out=out, return_lse=True)
     check_rows(m, out, lse, q, k, v, mask)
-    assert not attn._attn._arrivals.any()
+    assert not attn._attn._buffers.arrivals.any()
     return out
 
 
@@ -204,7 +204,7 @@ def test_a_dense_mask_in_blocks(block, device):
 
 def work_of(attn):
     """Prefill tiles and units of decode of the last plan, from the device."""
-    tiles, _, units = attn._attn._header.tolist()[:3]
+    tiles, _, units = attn._attn._buffers.header.tolist()[:3]
     return tiles, units
 
 

@@ -414,9 +414,9 @@ def test_a_broken_cache_write_stops_the_server(device, monkeypatch, broken):
 
 
 def broken_attention(name, spoil):
-    from tilewise import attention
+    from tilewise import launches
 
-    original = getattr(attention, name)
+    original = getattr(launches, name)
 
     def call(out, *args, **kwargs):
         original(out, *args, **kwargs)
@@ -435,7 +435,7 @@ SPOILS = {
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 def test_a_broken_kernel_stops_the_server(device, monkeypatch, kernel, spoil):
-    from tilewise import attention
+    from tilewise import launches
 
     name = f"{kernel}_attention"
 
@@ -443,17 +443,17 @@ def test_a_broken_kernel_stops_the_server(device, monkeypatch, kernel, spoil):
         # The other kernel's rows are right: decode owns the first four, prefill the rest.
         spoil(out[4:] if kernel == "prefill" else out[:4])
 
-    monkeypatch.setattr(attention, name, broken_attention(name, rows))
+    monkeypatch.setattr(launches, name, broken_attention(name, rows))
     expect_failure(device, kernel)
 
 
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 def test_a_key_too_few_is_seen(device, monkeypatch, kernel):
     """The smallest mistake of a mask: a sequence that ends one key early."""
-    from tilewise import attention
+    from tilewise import attention, launches
 
     name = f"{kernel}_attention"
-    original = getattr(attention, name)
+    original = getattr(launches, name)
 
     def call(out, lse, q, kv, starts, lengths, *args, **kwargs):
         original(out, lse, q, kv, starts, lengths - 1, *args, **kwargs)
@@ -470,7 +470,7 @@ def test_a_key_too_few_is_seen(device, monkeypatch, kernel):
             plan(*args, **kwargs)
 
         monkeypatch.setattr(attention, "plan_on_device", short_plan)
-    monkeypatch.setattr(attention, name, call)
+    monkeypatch.setattr(launches, name, call)
     expect_failure(device, kernel)
 
 

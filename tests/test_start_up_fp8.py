@@ -153,16 +153,16 @@ def test_the_other_format_is_seen(device, monkeypatch):
 def test_attention_with_wrong_scales_stops_the_server(device, monkeypatch, kernel, broken):
     from dataclasses import replace
 
-    from tilewise import attention
+    from tilewise import launches
 
     name = f"{kernel}_attention"
-    original = getattr(attention, name)
+    original = getattr(launches, name)
 
     def call(out, lse, q, kv, *args, **kwargs):
         k_scale, v_scale = FP8_WRITES[broken](kv.k_scale, kv.v_scale)
         original(out, lse, q, replace(kv, k_scale=k_scale, v_scale=v_scale), *args, **kwargs)
 
-    monkeypatch.setattr(attention, name, call)
+    monkeypatch.setattr(launches, name, call)
     expect_fp8_failure(device, kernel, scales=SCALES["per_head"])
 
 
@@ -170,7 +170,7 @@ def test_attention_with_wrong_scales_stops_the_server(device, monkeypatch, kerne
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 def test_values_off_by_a_rounding_of_the_model_are_seen(device, monkeypatch, kernel, name):
     """The comparison is as close as without fp8: eight steps of the output are too many."""
-    from tilewise import attention
+    from tilewise import launches
 
     def spoil(out):
         rows = out[4:] if kernel == "prefill" else out[:4]
@@ -178,5 +178,5 @@ def test_values_off_by_a_rounding_of_the_model_are_seen(device, monkeypatch, ker
         rows.add_(8 * torch.finfo(out.dtype).eps * largest)
 
     attribute = f"{kernel}_attention"
-    monkeypatch.setattr(attention, attribute, broken_attention(attribute, spoil))
+    monkeypatch.setattr(launches, attribute, broken_attention(attribute, spoil))
     expect_fp8_failure(device, kernel, name=name)

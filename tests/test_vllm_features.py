@@ -48,7 +48,7 @@ def run_layer(metadata, query, cache):
 
 def spoil(attn) -> int:
     """Fill an object's own buffers with garbage; how many there are."""
-    buffers = [v for v in vars(attn).values() if isinstance(v, torch.Tensor)]
+    buffers = [v for v in vars(attn._buffers).values() if isinstance(v, torch.Tensor)]
     for buffer in buffers:
         if buffer.dtype == torch.int32:
             buffer.fill_(0x7EADBEEF)
@@ -134,7 +134,7 @@ def test_connectors_are_accepted():
 
 
 def draft_buffers(builder) -> list[torch.Tensor]:
-    return [v.clone() for v in vars(builder.attn).values() if isinstance(v, torch.Tensor)]
+    return [v.clone() for v in vars(builder.attn._buffers).values() if isinstance(v, torch.Tensor)]
 
 
 def test_drafters_replan_from_the_lengths_on_the_device():
@@ -243,7 +243,11 @@ def test_micro_batches_share_no_buffer():
     slices, halves = split(batch)
     builders = [make_builder(), make_builder()]
     owned = [
-        {v.untyped_storage().data_ptr() for v in vars(x.attn).values() if torch.is_tensor(v)}
+        {
+            v.untyped_storage().data_ptr()
+            for v in vars(x.attn._buffers).values()
+            if torch.is_tensor(v)
+        }
         for x in builders
     ]
     assert len(owned[0]) >= 10

@@ -1,0 +1,183 @@
+"""Which kernels a layer of a planned batch runs on, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise import counters, policy
+from tilewise.buffers import Buffers
+from tilewise.kernels.decode import decode_attention
+from tilewise.kernels.launch import KvCache, Logits
+from tilewise.kernels.prefill import prefill_attention
+from tilewise.kernels.prefix_decode import prefix_decode_attention
+from tilewise.plan import Plan
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's tensors, checked, and what ``PagedAttention.run`` was told of it.
+
+    Parameters
+    ----------
+    out : Tensor[rows, num_q_heads, head_dim]
+        Quantised outputs as bytes, uint8.
+    lse : Tensor[rows, num_q_heads], fp32, or None
+    q : Tensor[rows, num_q_heads, head_dim]
+    kv : KvCache
+    use_tma : bool
+        Whether the copy engine can read keys and values.
+    logits : Logits
+    spans : str
+        ``"whole"``, ``"windowed"`` or ``"off"``.
+    out_scale : Tensor[] or Tensor[1], fp32, or None
+    out_format : str
+        How a quantised output is written (``tilewise.kernels.fp8``); "" without ``out_scale``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    q: torch.Tensor
+    kv: KvCache
+    use_tma: bool
+    logits: Logits
+    spans: str
+    out_scale: torch.Tensor | None
+    out_format: str
+
+
+def launch_decode(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer) -> None:
+    """Compute the rows of requests of 1 to 16 query tokens.
+
+    Parameters
+    ----------
+    cfg : policy.Config
+    buffers : Buffers
+        With the lists of ``plan``.
+    plan : Plan
+    layer : Layer
+    """
+    tensors = (layer.out, layer.lse, layer.q, layer.kv)
+    batch: tuple[Any, ...] = (
+        plan.query_start_loc, plan.seq_lens, plan.block_table,
+        buffers.header, buffers.cu_work, buffers.worker_record,
+        buffers.partial_acc, buffers.partial_m, buffers.partial_l, buffers.arrivals, layer.logits,
+    )  # fmt: skip
+    t = cfg.decode
+    wanted = plan.decodes_few or plan.side_by_side
+    plain = not wanted or not _plain_maths(plan, layer)
+    if cfg.hopper_decode and not plain:
+        # Imported late, as the Gluon prefill is.
+        from tilewise.kernels.hopper_decode import hopper_decode_attention
+
+        hopper_decode_attention(
+            *tensors, *batch, window=cfg.window, item_overhead=cfg.item_overhead,
+            num_programs=cfg.num_sms, block_m=t.block_m, block_n=t.block_n,
+            num_stages=cfg.hopper_decode.num_stages, pdl=cfg.pdl,
+        )  # fmt: skip
+        counters.add("launches", kernel="hopper_decode")
+        return
+    merge_rows, merge_pieces = cfg.merge_tile
+    # Of both plain decodes, and then of one.
+    options: dict[str, Any] = {
+        "item_overhead": cfg.item_overhead, "block_m": t.block_m, "block_n": t.block_n,
+        "block_d": t.block_d, "num_warps": t.num_warps, "num_stages": t.num_stages,
+        "tail_stages": t.tail_stages, "use_tma": t.use_tma and layer.use_tma,
+        "merge_rows": merge_rows, "merge_pieces": merge_pieces, "pdl": cfg.pdl,
+        "out_scale": layer.out_scale, "out_format": layer.out_format,
+    }  # fmt: skip
+    shared = buffers.shared
+    if plan.shared and shared is not None and plan.block_table is not None:
+        batch = (
+            plan.query_start_loc, plan.seq_lens, plan.block_table, buffers.header, buffers.cu_work,
+            *shared.buffers, buffers.arrivals, shared.row_arrivals, layer.logits,
+        )  # fmt: skip
+        options |= shared.tiles
+        prefix_decode_attention(*tensors, *batch, **options)
+        counters.add("launches", kernel="prefix_decode")
+        return
+    options |= cfg.piece_constants
+    decode_attention(
+        *tensors, *batch, **options, window=cfg.window,
+        causal=plan.causal if plan.mask is None else False,
+        kv_starts=plan.kv_starts, mask=plan.mask,
+    )  # fmt: skip
+    counters.add("launches", kernel="decode")
+
+
+def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer) -> None:
+    """Compute the rows of all other requests: longer queries, and those in spans.
+
+    Parameters
+    ----------
+    cfg : policy.Config
+    buffers : Buffers
+        With the lists of ``plan``.
+    plan : Plan
+    layer : Layer
+    """
+    tensors = (layer.out, layer.lse, layer.q, layer.kv)
+    batch: tuple[Any, ...] = (
+        plan.query_start_loc, plan.seq_lens, plan.block_table,
+        buffers.header, buffers.tile_req, buffers.tile_token, layer.logits,
+    )  # fmt: skip
+    heeded = None if layer.spans == "off" else plan.spans
+    plain = heeded is not None or not _plain_maths(plan, layer)
+    programs = min(cfg.num_sms, plan.max_prefill_tiles * cfg.geometry.num_kv_heads)
+    if cfg.hopper_prefill and not plain:
+        # Imported late: other devices, and Triton's interpreter, need no Gluon.
+        from tilewise.kernels.hopper_prefill import hopper_prefill_attention
+
+        hopper_prefill_attention(
+            *tensors, *batch, window=cfg.window, num_programs=programs,
+            block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
+            beside_decode=plan.side_by_side,
+        )  # fmt: skip
+        counters.add("launches", kernel="hopper_prefill")
+        return
+    fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
+    if fp8 and not plain and not layer.kv.page_scales:
+        from tilewise.kernels.hopper_prefill_fp8 import hopper_prefill_fp8_attention
+
+        hopper_prefill_fp8_attention(
+            *tensors, *batch, block_n=fp8.block_n, num_stages=fp8.num_stages, num_programs=programs
+        )
+        counters.add("launches", kernel="hopper_prefill_fp8")
+        return
+    t = cfg.prefill
+    prefill_attention(
+        *tensors, *batch, max_tiles=plan.max_prefill_tiles, window=cfg.window,
+        causal=plan.causal, spans=heeded, spans_in_window=layer.spans == "windowed",
+        kv_starts=plan.kv_starts,
+        mask=None if plan.mask is None or plan.mask.is_tree else plan.mask,
+        out_scale=layer.out_scale, out_format=layer.out_format,
+        block_q=cfg.prefill_block_q, block_m=t.block_m, block_n=t.block_n, block_d=t.block_d,
+        num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
+        use_tma=t.use_tma and layer.use_tma, lazy_rescale=t.lazy_rescale, fp8_dot=cfg.fp8_dot,
+    )  # fmt: skip
+    counters.add("launches", kernel="prefill")
+
+
+def _plain_maths(plan: Plan, layer: Layer) -> bool:
+    """Whether a layer is one for the Gluon kernels.
+
+    A batch they take, logits that are only scaled, an output in the queries' dtype, aligned
+    addresses.
+    """
+    simple = not layer.logits.shaped and plan.why_plain is None and layer.out_scale is None
+    return layer.use_tma and simple and _aligned_rows(layer.q, layer.out)
+
+
+def _aligned_rows(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can address rows: positive strides and addresses of 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(
+            stride > 0 and stride * x.element_size() % 16 == 0
+            for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            if length > 1
+        )
+        for x in tensors
+    )

@@ -197,7 +197,9 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             + (", shared prefixes read once" if self.attn.config.prefixes else "")
             + (f", keys shared by {shards.count} ranks" if shards else ""),
         )
-        self.steps = StepMetrics(self.attn.config, shards.count if shards else 1)
+        # The model's layers come before those of a drafter that shares its pages.
+        lead = impls.get(layer_names[0])
+        self.steps = StepMetrics(self.attn.config, shards.count if shards else 1, lead)
         describe_process()
 
     def _largest_graph(self) -> int:

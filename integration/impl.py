@@ -328,7 +328,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
         if attn_metadata is None:
             return output.fill_(0)
         if attn_metadata.steps is not None:
-            attn_metadata.steps.ran()
+            attn_metadata.steps.ran(self)
         if attn_metadata.sharded is not None:
             step = attn_metadata.sharded
             step.attention.run(

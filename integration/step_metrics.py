@@ -48,10 +48,20 @@ class StepMetrics:
 
     A step that vLLM replays from a full CUDA graph calls no layer from Python. So a step that is
     followed by the next one without `ran` was replayed whole.
+
+    Parameters
+    ----------
+    config : policy.Config
+        Of the builder's layers.
+    shards : int
+        Ranks that share each request's keys.
+    lead : object, optional
+        The layer whose calls tell how a step ran; by default any layer's do. A drafter on the same
+        builder calls its layers from Python after the model's graph was replayed.
     """
 
-    def __init__(self, config: policy.Config, shards: int = 1) -> None:
-        self._config, self._shards = config, shards
+    def __init__(self, config: policy.Config, shards: int = 1, lead: object = None) -> None:
+        self._config, self._shards, self._lead = config, shards, lead
         self._mode: str | None = None
         self._pending = False
         self._decode_steps = 0
@@ -78,9 +88,9 @@ class StepMetrics:
             if n % SAMPLE_EVERY == 0 or n & (n - 1) == 0:
                 self._sample(batch)
 
-    def ran(self) -> None:
-        """Note that a layer of the newest step was called from Python."""
-        if self._mode is None:
+    def ran(self, layer: object = None) -> None:
+        """Note that ``layer`` was called from Python in the newest step."""
+        if self._mode is None and (self._lead is None or layer is self._lead):
             self._mode = _graph_mode()
 
     def _sample(self, batch: CommonAttentionMetadata) -> None:

@@ -42,9 +42,9 @@ METRICS = {
     ),
     "graph_steps": Metric(
         "counter", "tilewise_graph_steps",
-        "Planned steps by the CUDA-graph mode in which their layers then ran, counted when the "
-        "next step is planned: full (replayed, nothing launched from Python), piecewise, none, or "
-        "capture.", ("mode",),
+        "Planned steps by the CUDA-graph mode in which the model's layers, not a drafter's, then "
+        "ran, counted when the next step is planned: full (replayed, nothing launched from "
+        "Python), piecewise, none, or capture.", ("mode",),
     ),
     "compilations": Metric(
         "counter", "tilewise_kernel_compilations",

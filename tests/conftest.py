@@ -41,11 +41,15 @@ if INTERPRETED:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
     no_vllm = pytest.mark.skip(reason="needs vLLM, which is not installed")
+    not_alone = pytest.mark.skip(reason="measures the GPU: runs without other workers (-m alone)")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     for item in items:
         if HAS_GPU and not INTERPRETED and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)  # it runs on the GPU: `-m gpu` means to run it
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(no_gpu)
+        if item.get_closest_marker("alone") and workers > 1:
+            item.add_marker(not_alone)
         if item.get_closest_marker("vllm") and not HAS_VLLM:
             item.add_marker(no_vllm)
 

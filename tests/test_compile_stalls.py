@@ -103,6 +103,8 @@ def examine(folder, specs):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    if torch.cuda.is_available():
+        pytest.skip("describes GPUs to a process that has none")
     rows = examine(tmp_path_factory.mktemp("layers"), list(LAYERS.values()))
     return dict(zip(LAYERS, rows, strict=True))
 

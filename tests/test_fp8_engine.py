@@ -41,6 +41,7 @@ from tilewise.errors import UnsupportedConfig
 from tilewise.integration.builder import TilewiseMetadataBuilder
 
 pytestmark = pytest.mark.vllm
+ON_THE_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on the CPU")
 
 TOKENS = 8
 PROMPTS = prompts_of([1, 3, 17, 90, 130], seed=11)
@@ -78,6 +79,7 @@ class AttentionLayer(AttentionLayerBase):
 
 
 @pytest.mark.slow
+@ON_THE_CPU
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
 def test_tokens_equal_hugging_face_over_a_rounded_cache(kv_cache_dtype, tmp_path, monkeypatch):
     """And differ from those over the model's own cache, or the test would show nothing."""
@@ -119,6 +121,7 @@ def check_half_precision(run, engine, folder, monkeypatch):
 
 
 @pytest.mark.slow
+@ON_THE_CPU
 def test_fp16_tokens_agree(tmp_path, monkeypatch):
     check_half_precision(run_job, SMALL_ENGINE, tmp_path, monkeypatch)
 

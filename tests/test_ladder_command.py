@@ -348,6 +348,7 @@ def test_kernels_compile(arch, shared, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_command_on_the_device(tmp_path):
     out = tmp_path / "ladder.json"
     assert command.main(["--out", str(out), "--rounds", "2"]) == command.EXIT_OK

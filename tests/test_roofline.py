@@ -188,6 +188,7 @@ def test_measuring_needs_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_command_on_the_device(tmp_path):
     out = tmp_path / "roofline.json"
     assert roofline.main(["--out", str(out), "--rounds", "2"]) == roofline.EXIT_OK

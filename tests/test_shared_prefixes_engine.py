@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from agreement import compare, greedy_reference
 from test_engine import SMALL_ENGINE, prompts_of, run_job
 from tiny_model import TinyLlama
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on the CPU"),
+]
 
 TOKENS = 6
 PROMPTS = prompts_of([1, 30, 17, 60], shared=400) + prompts_of([5, 90], seed=1)

@@ -70,6 +70,20 @@ def test_a_step_whose_layers_python_never_calls_was_replayed():
     assert counters.snapshot()["graph_steps{mode=piecewise}"] == 2
 
 
+def test_a_drafter_that_runs_eagerly_after_a_replay_does_not_count():
+    model, drafter = object(), object()
+    steps, batch = StepMetrics(CONFIG, lead=model), make_batch([1], [5])
+    for calls in ([drafter], [drafter, drafter], [model, drafter], []):
+        steps.planned(make_plan(), batch)
+        with override_forward_context(SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE)):
+            for layer in calls:
+                steps.ran(layer)
+    steps.planned(make_plan(), batch)
+    found = counters.snapshot()
+    assert found["graph_steps{mode=full}"] == 3
+    assert found["graph_steps{mode=none}"] == 1
+
+
 def test_paths_and_tokens():
     steps, batch = StepMetrics(CONFIG), make_batch([1], [5])
     for tokens, tiles, has_decode in ((3, 0, True), (70, 2, True), (80, 3, False), (5, 0, True)):

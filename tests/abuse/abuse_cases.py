@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,11 +166,54 @@ def killed(setup: Setup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def full_disk(setup: Setup) -> dict[str, Any]:
-    """No byte can be written by the worker for a while: serving and /metrics go on, then catch up.
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mount a file system of a few pages on ``folder``; False where this process must not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            # Lazily: a process that is being killed may still have a file open.
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
-    A limit on the size of its files does what a full disk does: writes fail.
+
+@contextlib.contextmanager
+def nothing_written(folder: Path, mounted: bool, worker: int) -> Iterator[None]:
+    """Fill the disk of ``folder``; without one, forbid the worker to write any file.
+
+    The latter hits whatever vLLM writes as well, such as Triton's cache.
     """
+    if mounted:
+        filler = folder / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        try:
+            yield
+        finally:
+            filler.unlink()
+        return
+    soft, hard = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk(setup: Setup) -> dict[str, Any]:
+    """The metrics files' disk is full for a while: serving and /metrics go on, then catch up."""
+    with small_disk(setup.folder / "full_disk" / "metrics") as mounted:
+        return _full_disk(setup, mounted)
+
+
+def _full_disk(setup: Setup, mounted: bool) -> dict[str, Any]:
     problems: list[str] = []
     server = setup.server("full_disk")
     try:
@@ -178,14 +221,12 @@ def full_disk(setup: Setup) -> dict[str, Any]:
         worker = server.worker().pid
         server.complete(PROMPT, 6)
         before = settle(server, 60)["tilewise_steps_total"]
-        soft, hard = resource.prlimit(worker, resource.RLIMIT_FSIZE)
-        resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, hard))
         limits = replace(setup.limits, concurrency=max(2, setup.limits.concurrency // 2))
-        outcome = asyncio.run(send(server.url, 3 * limits.concurrency, limits, seed=7))
-        time.sleep(2.5)  # workers write once a second: what could be written would be there
-        during = scrape(server)["tilewise_steps_total"]
-        said = server.text().count("metrics cannot be written")
-        resource.prlimit(worker, resource.RLIMIT_FSIZE, (soft, hard))
+        with nothing_written(server.metrics_folder, mounted, worker):
+            outcome = asyncio.run(send(server.url, 3 * limits.concurrency, limits, seed=7))
+            time.sleep(2.5)  # workers write once a second: what could be written would be there
+            during = scrape(server)["tilewise_steps_total"]
+            said = server.text().count("metrics cannot be written")
         tokens = server.complete(PROMPT, 6)
         after = settle(server, 60)
         steps = after["tilewise_steps_total"]
@@ -203,6 +244,7 @@ def full_disk(setup: Setup) -> dict[str, Any]:
     problems += outcome.problems[:10] + _check_alone(setup, [tokens])
     return {
         **_summary(outcome), "steps_before": before, "steps_during": during, "steps_after": steps,
+        "disk": "a file system of its own" if mounted else "a limit on the worker's files",
         "problems": problems,
     }  # fmt: skip
 

@@ -43,8 +43,10 @@ LIMITS = {"cold": 30.0, "warm": 3.0}
 # Whatever moves a cache out of the home.
 CACHE_VARIABLES = (
     "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT",
-    "VLLM_CONFIG_ROOT", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
+    "VLLM_CONFIG_ROOT", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "FLASHINFER_WORKSPACE_BASE",
 )  # fmt: skip
+# Those that together move every cache of a server.
+MOVED = tuple(name for name in CACHE_VARIABLES if name != "TRITON_CACHE_DIR")
 # What logs say, and under which names its seconds go into the result.
 LINES = {
     "our_compilation_s": r"tilewise's kernels are compiled \(([\d.]+) s\)",
@@ -129,6 +131,9 @@ class Starts:
             row["exit_code"] = server.stop()
         except (RuntimeError, OSError) as error:
             row["error"] = str(error)[-1500:]
+            # The end of a log says that the engine failed; what it failed of stands far above.
+            causes = re.findall(r"\b\w*(?:Error|Exception): .*", server.text())
+            row["causes"] = list(dict.fromkeys(cause[:300] for cause in causes))[:8]
             row["failed_after_s"] = round(time.monotonic() - began, 1)
         finally:
             server.kill()
@@ -170,7 +175,7 @@ def at_once(starts: Starts, _: list[str]) -> list[dict[str, Any]]:
 
 
 def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
-    """Each backend in a home that it cannot write: as it is, and with vLLM's cache elsewhere."""
+    """Each backend in a home that it cannot write, with none, one or all caches elsewhere."""
     home = starts.home("read_only")
     home.chmod(0o555)
     if not is_read_only(home):
@@ -178,9 +183,11 @@ def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
     every = []
     for backend in backends:
         start = partial(starts.start, backend=backend, home=home, child_setup=obey_permissions)
-        cache = starts.folder / f"cache_{backend}"
+        cache, moved = (starts.folder / f"{name}_{backend}" for name in ("cache", "moved"))
         every.append(partial(start, "read_only"))
         every.append(partial(start, "read_only_cache_root", VLLM_CACHE_ROOT=str(cache)))
+        elsewhere = {name: str(moved / name.lower()) for name in MOVED}
+        every.append(partial(start, "read_only_all_moved", **elsewhere))
     return starts.together(*every)
 
 
@@ -201,12 +208,15 @@ def judge(rows: list[dict[str, Any]], gpu: bool) -> list[str]:
     """What is not as it should be; a backend of vLLM that fails is a control, and no problem."""
     problems = []
     ours = [row for row in rows if row["backend"] == OURS and "skipped" not in row]
-    up_elsewhere = {row["name"] for row in rows if row["backend"] != OURS and "seconds" in row}
+    controls = {row["name"]: "seconds" in row for row in rows if row["backend"] != OURS}
     for row in ours:
         label = f"{row['name']} {row['backend']}"
         if "error" in row:
-            # In a home that cannot be written vLLM may not come up, whatever the backend.
-            if row["name"] != "read_only" or row["name"] in up_elsewhere:
+            # In a home that cannot be written vLLM may not come up, whatever the backend; but it
+            # does where every cache is elsewhere.
+            name = row["name"]
+            excused = name in ("read_only", "read_only_cache_root")
+            if not excused or controls.get(name, name != "read_only"):
                 problems.append(f"{label}: did not come up: …{row['error'][-300:]}")
             continue
         if row["exit_code"] != 0:

@@ -26,6 +26,7 @@ TITLES = {
     "at_once": "two servers at once on one empty cache",
     "read_only": "a home that cannot be written",
     "read_only_cache_root": "the same, `VLLM_CACHE_ROOT` elsewhere",
+    "read_only_all_moved": "the same, every cache elsewhere",
 }
 SERVERS = {
     "plain": "bf16, prefix caching",

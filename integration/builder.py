@@ -198,7 +198,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             + (f", keys shared by {shards.count} ranks" if shards else ""),
         )
         # The model's layers come before those of a drafter that shares its pages.
-        lead = impls.get(layer_names[0])
+        lead = next((impls[name] for name in layer_names if name in impls), None)
         self.steps = StepMetrics(self.attn.config, shards.count if shards else 1, lead)
         describe_process()
 

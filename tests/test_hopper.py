@@ -48,10 +48,10 @@ def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
-        # outside the loops only: the row-by-row stores of a request's last tile keep offsets there.
-        assert row["spill_bytes"] <= (3400 if row["head_dim"] == 256 else 1600), row
+        # outside the loops only.
+        assert row["spill_bytes"] <= (1200 if row["head_dim"] == 256 else 800), row
         assert row["wgmma"] >= 32, row
-        assert row["tma"] >= 6, row
+        assert row["tma"] >= 4, row
         assert row["setmaxnreg"] > 0, row
         # In each of the two consumers: one loop with masks, one without, and with a window
         # another one with.

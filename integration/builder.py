@@ -39,7 +39,7 @@ from tilewise.integration.groups import (
 from tilewise.integration.impl import TilewiseImpl
 from tilewise.integration.metadata import TilewiseMetadata
 from tilewise.integration.spans import graph_support, has_spans, spans_of
-from tilewise.integration.step_metrics import StepMetrics, describe_process
+from tilewise.integration.step_metrics import StepMetrics, describe_process, is_drafted
 from tilewise.policy import DECODE_MAX_QUERY_LEN
 from tilewise.support import PAGE_SIZE_MULTIPLE
 
@@ -197,9 +197,8 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             + (", shared prefixes read once" if self.attn.config.prefixes else "")
             + (f", keys shared by {shards.count} ranks" if shards else ""),
         )
-        # The model's layers come before those of a drafter that shares its pages.
-        lead = next((impls[name] for name in layer_names if name in impls), None)
-        self.steps = StepMetrics(self.attn.config, shards.count if shards else 1, lead)
+        drafts = bool(layers) and all(map(is_drafted, layers.values()))
+        self.steps = StepMetrics(self.attn.config, shards.count if shards else 1, drafts)
         describe_process()
 
     def _largest_graph(self) -> int:

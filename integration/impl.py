@@ -15,6 +15,7 @@ from tilewise.device import describe, fp8_format
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration.compat import shards_caches
 from tilewise.integration.spans import mode_of
+from tilewise.integration.step_metrics import is_drafted
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.settings import load_settings
 
@@ -327,8 +328,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise _unsupported("an output with scales of blocks (output_block_scale)")
         if attn_metadata is None:
             return output.fill_(0)
-        if attn_metadata.steps is not None:
-            attn_metadata.steps.ran(self)
+        if attn_metadata.steps is not None and not is_drafted(layer):
+            attn_metadata.steps.ran()
         if attn_metadata.sharded is not None:
             step = attn_metadata.sharded
             step.attention.run(

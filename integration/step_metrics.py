@@ -47,7 +47,8 @@ class StepMetrics:
     """Counts the steps of one builder and, of each, how its layers ran.
 
     A step that vLLM replays from a full CUDA graph calls no layer from Python. So a step that is
-    followed by the next one without `ran` was replayed whole.
+    followed by the next one without `ran` was replayed whole. Steps of a drafter are counted as
+    steps only: it runs several for each of the model's, some in graphs and some not.
 
     Parameters
     ----------
@@ -55,13 +56,12 @@ class StepMetrics:
         Of the builder's layers.
     shards : int
         Ranks that share each request's keys.
-    lead : object, optional
-        The layer whose calls tell how a step ran; by default any layer's do. A drafter on the same
-        builder calls its layers from Python after the model's graph was replayed.
+    drafts : bool
+        All of the builder's layers are a drafter's.
     """
 
-    def __init__(self, config: policy.Config, shards: int = 1, lead: object = None) -> None:
-        self._config, self._shards, self._lead = config, shards, lead
+    def __init__(self, config: policy.Config, shards: int = 1, drafts: bool = False) -> None:
+        self._config, self._shards, self._drafts = config, shards, drafts
         self._mode: str | None = None
         self._pending = False
         self._decode_steps = 0
@@ -79,7 +79,7 @@ class StepMetrics:
         path = path_of(plan)
         counters.add("steps", path=path)
         counters.add("tokens", plan.num_tokens, path=path)
-        if self._pending:
+        if self._pending and not self._drafts:
             counters.add("graph_steps", mode=self._mode or "full")
         self._pending, self._mode = True, None
         if plan.has_decode:
@@ -88,9 +88,9 @@ class StepMetrics:
             if n % SAMPLE_EVERY == 0 or n & (n - 1) == 0:
                 self._sample(batch)
 
-    def ran(self, layer: object = None) -> None:
-        """Note that ``layer`` was called from Python in the newest step."""
-        if self._mode is None and (self._lead is None or layer is self._lead):
+    def ran(self) -> None:
+        """Note that a layer of the model was called from Python in the newest step."""
+        if self._mode is None:
             self._mode = _graph_mode()
 
     def _sample(self, batch: CommonAttentionMetadata) -> None:
@@ -103,6 +103,11 @@ class StepMetrics:
         seq_lens = [-(-n // self._shards) for n in bounds[: batch.num_reqs].tolist()]
         for splits in estimate_splits(query_lens, seq_lens, self._config):
             counters.observe("kv_splits", splits)
+
+
+def is_drafted(layer: Any) -> bool:
+    """Whether vLLM says of an attention layer that it belongs to a drafter."""
+    return bool(getattr(layer, "is_draft_layer", False))
 
 
 def path_of(plan: Plan) -> str:

@@ -293,7 +293,7 @@ def _consumer(
     while blocks > 0:
         mbarrier.wait(q_full.index(GROUP), done & 1)
         factor = _round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
-        mbarrier.arrive(q_empty.index(GROUP))
+        mbarrier.arrive(q_empty.index(GROUP))  # rounded, they lie elsewhere
         scale = gl.convert_layout(factor, m_layout) * scale_log2
         if k_scale_ptr is not None:
             scale *= gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)

@@ -81,6 +81,7 @@ class Launcher:
 
 @lru_cache(maxsize=16384)
 def _kind_of_int(argument: int) -> tuple:
+    """Whether it is 1, a multiple of 16, within 32 bits, beyond 63."""
     return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument >= 2**63
 
 

@@ -163,10 +163,11 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
 def _plain_maths(plan: Plan, layer: Layer) -> bool:
     """Whether a layer is one for the Gluon kernels.
 
-    A batch they take, logits that are only scaled, an output in the queries' dtype, aligned
-    addresses.
+    A batch they take, logits that are only scaled, an output in the queries' dtype, addresses that
+    the copy engine takes.
     """
     simple = not layer.logits.shaped and plan.why_plain is None and layer.out_scale is None
+    # Outputs are stored one by one, but start-up compiles for rows of 16 bytes only.
     return layer.use_tma and simple and _aligned_rows(layer.q, layer.out)
 
 

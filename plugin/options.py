@@ -42,17 +42,19 @@ def settle(
         With the offending value and what is accepted; ``UnsupportedFp8`` where it is accepted
         without ``fp8_matmul`` and ``rotated_keys``.
     """
-    _check_fp8(fp8_matmul, rotated_keys, kv_dtype, geometry.head_dim)
     if config is None:
         layer = (geometry, device, decode_query_len, window or 0, shaped_logits)
         config = policy.choose(*layer)
+        _check_fp8(fp8_matmul, rotated_keys, kv_dtype, geometry.head_dim)
         if fp8_matmul:
             # A layer that got this far is refused for its products alone.
             try:
                 config = policy.choose(*layer, fp8_matmul=True)
             except UnsupportedConfig as error:
                 raise UnsupportedFp8(str(error)) from error
-    elif config.geometry != geometry:
+    else:
+        _check_fp8(fp8_matmul, rotated_keys, kv_dtype, geometry.head_dim)
+    if config.geometry != geometry:
         raise UnsupportedConfig(f"config is for {config.geometry}, not for {geometry}")
     if window is not None and window < 1:
         raise UnsupportedConfig(f"window={window}; accepted: 1 or more, or None")

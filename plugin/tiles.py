@@ -178,11 +178,12 @@ def decode_tiles(
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
     if row_bytes <= 128 and not fp8:
         tiles = replace(tiles, tail_stages=3)
-        if 0 < window < 4 * block_n:
+    if tma_fits(tiles, geometry, device):
+        if 0 < window < 4 * block_n and row_bytes <= 128 and not fp8:
             # A few tiles, all in one loop: less memory, so that more programs of the launch that
             # follows find room beside those that end (bench/NOTES.md).
             tiles = replace(tiles, num_stages=2, tail_stages=2)
-    if not tma_fits(tiles, geometry, device):
+    else:
         tiles = replace(tiles, use_tma=False)
         if geometry.page_size % block_n and block_m == 16 and not fp8:
             # Every row looks up its page: smaller tiles leave registers for a third program.

@@ -105,7 +105,7 @@ def rows_of(spec: dict, tokens: int, device: torch.device, gate: int):
 
 def serve(spec: dict, builder, layer, cache, device: torch.device, offsets=(0, 1)) -> int:
     """Plan, write and attend for batches of every kind; returns how many."""
-    from tilewise.integration.builder import TilewiseMetadata
+    from tilewise.integration.metadata import TilewiseMetadata
 
     impl, attn, served = layer.impl, builder.attn, 0
     width = 3

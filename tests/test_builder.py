@@ -104,7 +104,7 @@ def test_backend_declares_the_contract():
 
 
 def test_metadata_is_a_plain_dataclass():
-    from tilewise.integration.builder import TilewiseMetadata
+    from tilewise.integration.metadata import TilewiseMetadata
 
     assert dataclasses.is_dataclass(TilewiseMetadata)
     assert not hasattr(TilewiseMetadata, "__slots__")
@@ -117,7 +117,7 @@ def test_vllm_can_subclass_builder_and_metadata():
     from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
     from tilewise.integration.backend import TilewiseBackend
-    from tilewise.integration.builder import TilewiseMetadata
+    from tilewise.integration.metadata import TilewiseMetadata
 
     fast = create_fast_prefill_custom_backend("Fast", TilewiseBackend)
     batch = make_batch(

@@ -20,9 +20,9 @@ from vllm.v1.attention.ops.dcp import correct_attn_out, cp_lse_ag_out_rs
 from tilewise.attention import PagedAttention
 from tilewise.errors import UnsupportedConfig, UnsupportedFeature
 from tilewise.integration import context_parallel
-from tilewise.integration.builder import TilewiseMetadata
 from tilewise.integration.context_parallel import Group, ShardedAttention, Shards
 from tilewise.integration.impl import TilewiseImpl
+from tilewise.integration.metadata import TilewiseMetadata
 from tilewise.kernels.shards import shard_lengths
 
 pytestmark = [

@@ -70,18 +70,16 @@ def test_a_step_whose_layers_python_never_calls_was_replayed():
     assert counters.snapshot()["graph_steps{mode=piecewise}"] == 2
 
 
-def test_a_drafter_that_runs_eagerly_after_a_replay_does_not_count():
-    model, drafter = object(), object()
-    steps, batch = StepMetrics(CONFIG, lead=model), make_batch([1], [5])
-    for calls in ([drafter], [drafter, drafter], [model, drafter], []):
+def test_steps_of_a_drafter_are_no_steps_of_a_graph_mode():
+    steps, batch = StepMetrics(CONFIG, drafts=True), make_batch([1], [5])
+    for mode in ("PIECEWISE", "NONE", "replay"):
         steps.planned(make_plan(), batch)
-        with override_forward_context(SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.NONE)):
-            for layer in calls:
-                steps.ran(layer)
+        if mode != "replay":
+            run_in(mode, steps)
     steps.planned(make_plan(), batch)
     found = counters.snapshot()
-    assert found["graph_steps{mode=full}"] == 3
-    assert found["graph_steps{mode=none}"] == 1
+    assert not any(found[f"graph_steps{{mode={mode}}}"] for mode in step_metrics.GRAPH_MODES)
+    assert found["steps{path=decode}"] == 4
 
 
 def test_paths_and_tokens():

@@ -183,6 +183,13 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def fill(path: Path) -> None:
+    """Append to a file until its disk has no page left."""
+    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
 @contextlib.contextmanager
 def nothing_written(folder: Path, mounted: bool, worker: int) -> Iterator[None]:
     """Fill the disk of ``folder``; without one, forbid the worker to write any file.
@@ -191,9 +198,10 @@ def nothing_written(folder: Path, mounted: bool, worker: int) -> Iterator[None]:
     """
     if mounted:
         filler = folder / "filler"
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
+        fill(filler)
+        # A worker that was replacing a file has given its pages back by now: these too.
+        time.sleep(1.5)
+        fill(filler)
         try:
             yield
         finally:

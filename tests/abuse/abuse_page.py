@@ -42,7 +42,10 @@ def figures(name: str, case: dict[str, Any]) -> str:
         )
     if name == "full_disk":
         missed = case["steps_after"] - case["steps_before"]
-        return f"{sum_kinds(case)} requests; {missed:.0f} steps came to `/metrics` afterwards"
+        disk = case.get("disk", "a limit on the worker's files")
+        return (
+            f"{disk}: {sum_kinds(case)} requests; {missed:.0f} steps came to `/metrics` afterwards"
+        )
     if name == "two_servers":
         both = " and ".join(str(sum_kinds(server)) for server in case["servers"])
         answers = case["answers"]

@@ -78,7 +78,7 @@ def test_steps_of_a_drafter_are_no_steps_of_a_graph_mode():
             run_in(mode, steps)
     steps.planned(make_plan(), batch)
     found = counters.snapshot()
-    assert not any(found[f"graph_steps{{mode={mode}}}"] for mode in step_metrics.GRAPH_MODES)
+    assert not any(name.startswith("graph_steps") and n for name, n in found.items())
     assert found["steps{path=decode}"] == 4
 
 

@@ -258,3 +258,20 @@ def test_unknown_cases_are_refused(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "unknown cases noise; known are load, killed" in done.stderr
+
+
+def test_a_small_disk_fills_up_and_goes_away(abuse, tmp_path):
+    from abuse_cases import fill, nothing_written, small_disk
+
+    folder = tmp_path / "metrics"
+    with small_disk(folder) as mounted:
+        if not mounted:
+            pytest.skip("this process may not mount a file system")
+        (folder / "before").write_text("kept")
+        with nothing_written(folder, mounted, worker=0):
+            with pytest.raises(OSError, match="No space left"):
+                (folder / "more").write_bytes(bytes(4096))
+            assert (folder / "before").read_text() == "kept"
+        (folder / "after").write_bytes(bytes(4096))
+        fill(folder / "filler")
+    assert not list(folder.iterdir())

@@ -28,7 +28,7 @@ def kernel_section(result: dict[str, Any]) -> str:
     found = {(row["case"], row["provider"]): row for row in result["rows"]}
     providers = [p for p in HEADINGS if any(row["provider"] == p for row in result["rows"])]
     lines = [
-        "| case | " + " | ".join(HEADINGS[p] for p in providers) + " | tilewise ÷ FA3 |",
+        "| case | " + " | ".join(HEADINGS[p] for p in providers) + " | speed ÷ FA3 |",
         "|---|" + "---:|" * (len(providers) + 1),
     ]
     for case in CASES:

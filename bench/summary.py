@@ -129,7 +129,7 @@ def kind_of(result: Mapping[str, Any]) -> str:
     rows = result["rows"]
     if not rows:
         raise ValueError("the result file has no rows")
-    for key, kind in (("intensity", "roofline"), ("provider", "kernels"), ("backend", "serve")):
+    for key, kind in (("intensity", "roofline"), ("provider", "kernels"), ("workload", "serve")):
         if all(key in row for row in rows):
             return kind
     raise ValueError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise import tuned
+from tilewise.arch import ARCHITECTURES
 from tilewise.bench import report
 from tilewise.bench.cases import shrink
 from tilewise.bench.tune_candidates import Subject, candidates, gain, is_better, subjects
@@ -292,9 +293,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         env = report.describe_environment(["tilewise", "tune", *argv], args.commit)
         env |= report.describe_gpu()
-        if env["gpu"] is None and not args.smoke:
-            raise ValueError("no CUDA device to measure; --smoke needs none")
-        device = describe(resolve("cuda" if env["gpu"] is not None else "cpu"))
+        no_gpu = env["gpu"] is None
+        if args.list and no_gpu and not args.smoke:
+            print("no CUDA device: tiles for compute capability 9.0")
+            _list(chosen, ARCHITECTURES[90])
+            return EXIT_OK
+        if no_gpu and not args.smoke:
+            raise ValueError("no CUDA device to measure; --smoke and --list need none")
+        device = describe(resolve("cpu" if no_gpu else "cuda"))
         if args.list:
             _list(chosen, device)
             return EXIT_OK

@@ -118,6 +118,11 @@ def _tile_rows(kind: LayerKind) -> Iterator[tuple[str, ...]]:
 WHOLE = {"kernel": len("hopper_prefill_fp8"), "tile": len("128 x 128"), "workspace": 9}
 
 
+# Columns of a window that has room for every table; below it, and where the output is no window
+# but a pipe of unknown width, rows are printed as they are.
+FULL_WIDTH = 110
+
+
 def show(report: Report) -> None:
     """Print the report."""
     try:
@@ -125,7 +130,7 @@ def show(report: Report) -> None:
     except ImportError:
         console = None
     for title, head, rows in sections(report):
-        if console is None or not head:
+        if console is None or not head or console.width < FULL_WIDTH:
             _print_plain(title, head, rows)
         else:
             _print_rich(console, title, head, rows)

@@ -37,6 +37,8 @@ COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Started from the checkout, a server would take its folder `kernels` for another package.
+    "PYTHONSAFEPATH": "1",
 }
 
 

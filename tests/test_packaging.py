@@ -130,7 +130,7 @@ def test_metadata(dists):
     assert "License-Expression: Apache-2.0" in text
     required = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", text, re.M)
     # vLLM is an extra: a plug-in must not replace the engine that is installed.
-    assert set(required) == {"torch", "triton", "prometheus-client"}
+    assert set(required) == {"torch", "triton", "numpy", "prometheus-client"}
     assert re.search(r'^Requires-Dist: vllm<0.34,>=0.32; extra == "vllm"$', text, re.M)
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.geometry import next_power_of_2
+from tilewise.geometry import cdiv, next_power_of_2
 from tilewise.kernels.fp8 import FORMATS, encode_fp8
 from tilewise.kernels.hadamard import rotate_rows
 from tilewise.kernels.launch import KvCache, Launcher
@@ -222,5 +222,5 @@ def write_kv_cache(
         HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t,
         BLOCK_D=next_power_of_2(head_dim), **kv.constants,
     )  # fmt: skip
-    grid = (-(-num_tokens // block_t), num_heads, 1)
+    grid = (cdiv(num_tokens, block_t), num_heads, 1)
     _launch_write(grid, args, constants, num_warps=4)

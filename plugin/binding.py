@@ -28,6 +28,14 @@ class Binding(ABC):
         self.checks = checks
         self.config = config
 
+    def check_lengths(self, plan: Plan, q: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Queries and outputs, ``[rows, …]`` each, must reach as far as the plan."""
+        for name, x in (("q", q), ("out", out)):
+            if x is not None and x.shape[0] < plan.num_tokens:
+                raise PlanMismatch(
+                    f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
+                )
+
     @abstractmethod
     def bind(
         self,
@@ -87,11 +95,7 @@ class CacheBinding(Binding):
         v_scale: torch.Tensor | None,
     ) -> tuple[KvCache, bool]:
         """Views of the cache; see ``Binding.bind``."""
-        for name, x in (("q", q), ("out", out)):
-            if x is not None and x.shape[0] < plan.num_tokens:
-                raise PlanMismatch(
-                    f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens} tokens"
-                )
+        self.check_lengths(plan, q, out)
         if plan.block_table is None:
             return self._bind_rows(plan, q, kv_cache, out, k_scale, v_scale), False
         checks = self.checks

@@ -364,14 +364,10 @@ class _BlockBinding(Binding):
         v_scale: torch.Tensor | None,
     ) -> tuple[KvCache, bool]:
         """Views of keys and values as pages; see ``Binding.bind``."""
-        for name, x in (("q", q), ("out", out)):
-            if x is None:
-                continue
-            if x.shape[0] < plan.num_tokens:
-                raise PlanMismatch(
-                    f"{name} has {x.shape[0]} rows; the plan covers {plan.num_tokens}"
-                )
-            self.checks.rows(name, x, self.config)
+        self.check_lengths(plan, q, out)
+        self.checks.rows("q", q, self.config)
+        if out is not None:
+            self.checks.rows("out", out, self.config)
         g = self.checks.geometry
         views = []
         for name, x in zip(("k", "v"), kv_cache, strict=True):

@@ -176,10 +176,11 @@ def decode_tiles(
         else:
             stages = 4
     tiles = Tiles(block_m, block_n, d, num_warps=4, num_stages=stages, use_tma=True, tail_stages=2)
-    if row_bytes <= 128 and not fp8:
+    is_small = row_bytes <= 128 and not fp8
+    if is_small:
         tiles = replace(tiles, tail_stages=3)
     if tma_fits(tiles, geometry, device):
-        if 0 < window < 4 * block_n and row_bytes <= 128 and not fp8:
+        if is_small and 0 < window < 4 * block_n:
             # A few tiles, all in one loop: less memory, so that more programs of the launch that
             # follows find room beside those that end (bench/NOTES.md).
             tiles = replace(tiles, num_stages=2, tail_stages=2)

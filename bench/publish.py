@@ -22,6 +22,13 @@ HEADINGS = {
     "triton_attn": "TRITON_ATTN", "cudnn": "cuDNN",
 }  # fmt: skip
 
+KERNEL_NOTES = (
+    "`-`: not measured in that run, or not computed by that backend; the file has the reason. "
+    "`pf_fp8_*` read an fp8 cache: our kernels convert it to bf16, tile by tile, unless "
+    "`TILEWISE_FP8_ATTENTION` allows *fp8 products* ([tuning](docs/tuning.md)); FA3 always takes "
+    "fp8 products, and a query in fp8."
+)
+
 
 def kernel_section(result: dict[str, Any]) -> str:
     """Return a markdown table of µs for each case, and ours relative to FA3."""
@@ -69,7 +76,11 @@ def serve_section(result: dict[str, Any]) -> str:
     cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         cells.setdefault((row["workload"], row["backend"]), []).append(row)
-    for (workload, backend), rows in cells.items():
+    # Rows came as the servers took turns; readers compare the backends of a workload.
+    order = list(dict.fromkeys(workload for workload, _ in cells))
+    for (workload, backend), rows in sorted(
+        cells.items(), key=lambda cell: order.index(cell[0][0])
+    ):
         good = [row for row in rows if not row.get("error")]
         if not good:
             what = rows[0]["error"].splitlines()[0]
@@ -114,6 +125,8 @@ def section(folder: Path) -> str:
             "the machine, not those that vLLM pins.",
             "",
             kernel_section(kernels),
+            "",
+            KERNEL_NOTES,
             "",
             *(line for text in earlier_runs(folder, kernels) for line in (text, "")),
             f"**`vllm bench serve`**, Llama 3.1 8B shape, {runs_text(serve)}. "

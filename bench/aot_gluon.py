@@ -19,7 +19,7 @@ from tilewise.arch import ARCHITECTURES
 from tilewise.bench import sass
 from tilewise.bench.aot import Resources, measure, threads
 from tilewise.errors import UnsupportedConfig
-from tilewise.kernels import hopper_decode, hopper_prefill, hopper_prefill_fp8
+from tilewise.kernels import hopper_decode, hopper_prefill, hopper_prefill_fp8, hopper_prefill_kv8
 
 POINTERS = (
     "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "header_ptr", "tile_req_ptr",
@@ -32,7 +32,9 @@ DECODE_POINTERS = (
 
 
 def _descriptor(dtype: str, block: list[int]) -> str:
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}[dtype]
+    element = {
+        "bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5,
+    }[dtype]  # fmt: skip
     return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
 
 
@@ -57,6 +59,7 @@ def compile_prefill(
     sinks: bool = False,
     window: int = 0,
     beside: bool = False,
+    softcap: bool = False,
     **tiles: int,
 ) -> Any:
     """Compile one variant of the Hopper prefill kernel, with the policy's tiles by default."""
@@ -69,21 +72,69 @@ def compile_prefill(
         )
     chosen = replace(tuned, **tiles)
     group_pad = policy.next_power_of_2(group_size)
-    rows = _descriptor(dtype, [64 // group_pad, group_pad, head_dim])
+    rows = _descriptor(dtype, [64 // group_pad, group_pad, geometry.block_d])
     page = _descriptor(dtype, [1, 1, min(page_size, chosen.block_n), 64])
     signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
     signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
     signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
-    signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
+    signature |= {"cap_factor": "fp32" if softcap else "constexpr"}
+    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
-        "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
+        "BLOCK_D": geometry.block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
         "STAGES": chosen.num_stages, "BESIDE": beside,
     }  # fmt: skip
-    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
-    aligned = ("out_ptr", "stride_o_t", "stride_o_h")
+    optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
+    constants |= {name: None for name, on in optional.items() if not on}
+    aligned = ("out_ptr",)
     return _compile(hopper_prefill._hopper_prefill_kernel, signature, constants, aligned)
+
+
+def compile_prefill_kv8(
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    page_size: int = 64,
+    group_size: int = 4,
+    lse: bool = False,
+    sinks: bool = False,
+    window: int = 0,
+    softcap: bool = False,
+    scales: bool = True,
+    kv_dtype: str = "fp8e4nv",
+    **tiles: int,
+) -> Any:
+    """Compile one variant of the Hopper prefill over an fp8 cache, with the policy's tiles."""
+    geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2, 1)
+    device = ARCHITECTURES[90]
+    tuned = policy.choose(geometry, device, window=window).hopper_prefill
+    if tuned is None:
+        raise UnsupportedConfig(
+            f"the Gluon prefill: {policy.why_not_hopper(geometry, device, window)}"
+        )
+    chosen = replace(tuned, **tiles)
+    block_d, group_pad = geometry.block_d, policy.next_power_of_2(group_size)
+    rows = _descriptor(dtype, [64 // group_pad, group_pad, block_d])
+    page = _descriptor(kv_dtype, [1, 1, min(page_size, chosen.block_n), min(block_d, 128)])
+    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
+    of_scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if scales else "constexpr")
+    signature |= of_scales | {"q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
+    signature |= {"cap_factor": "fp32" if softcap else "constexpr"}
+    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
+    constants: dict[str, Any] = {
+        "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
+        "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
+        "NARROW_STAGES": chosen.narrow_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
+    }  # fmt: skip
+    optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
+    optional |= dict.fromkeys(of_scales, scales)
+    constants |= {name: None for name, on in optional.items() if not on}
+    aligned = ("out_ptr",)
+    kernel = hopper_prefill_kv8._hopper_prefill_kv8_kernel
+    return _compile(kernel, signature, constants, aligned)
 
 
 def compile_prefill_fp8(
@@ -108,7 +159,7 @@ def compile_prefill_fp8(
     signature |= of_scales
     signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
     signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
-    signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
+    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "STEPS": 7, "PAGE_SIZE": page_size, "HAS_LSE": lse, "BLOCK_N": block_n,
@@ -116,7 +167,7 @@ def compile_prefill_fp8(
     }  # fmt: skip
     constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
     constants |= {n: None for n in of_scales if not scales}
-    aligned = ("out_ptr", "stride_o_t", "stride_o_h")
+    aligned = ("out_ptr",)
     kernel = hopper_prefill_fp8._hopper_prefill_fp8_kernel
     return _compile(kernel, signature, constants, aligned)
 
@@ -130,6 +181,7 @@ def compile_decode(
     sinks: bool = False,
     window: int = 0,
     query_len: int = 1,
+    softcap: bool = False,
 ) -> Any:
     """Compile one variant of the Hopper decode kernel, with the policy's tiles."""
     geometry = policy.Geometry(8 * group_size, 8, head_dim, page_size, 2)
@@ -147,6 +199,7 @@ def compile_decode(
     signature |= {"k_desc": page, "v_desc": page} | dict.fromkeys(DECODE_POINTERS, "*i32")
     signature |= dict.fromkeys(("partial_acc_ptr", "partial_m_ptr", "partial_l_ptr"), "*fp32")
     signature |= {"arrivals_ptr": "*i32", "scale_log2": "fp32"}
+    signature |= {"cap_factor": "fp32" if softcap else "constexpr"}
     signature |= dict.fromkeys(("stride_o_t", "stride_o_h", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
         "NUM_WORKERS": config.num_workers, "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size,
@@ -154,7 +207,8 @@ def compile_decode(
         "HAS_LSE": lse, "WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": chosen.block_n,
         "STAGES": chosen.num_stages, "PIECES": pieces, "SOME": some, "PDL": config.pdl,
     }  # fmt: skip
-    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
+    optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
+    constants |= {name: None for name, on in optional.items() if not on}
     aligned = ["out_ptr", "stride_o_t", "stride_o_h"]
     aligned += [n for n in signature if n.startswith("partial_")]
     return _compile(hopper_decode._hopper_decode_kernel, signature, constants, aligned)
@@ -213,7 +267,8 @@ def resources(
 def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
     """Compile one variant and describe it, its main loops as well."""
     compilers: dict[str, Any] = {
-        "prefill": compile_prefill, "prefill_fp8": compile_prefill_fp8, "decode": compile_decode,
+        "prefill": compile_prefill, "prefill_kv8": compile_prefill_kv8,
+        "prefill_fp8": compile_prefill_fp8, "decode": compile_decode,
     }  # fmt: skip
     compiled = compilers[kernel](**variant)
     registers, spill_bytes = measure(compiled, 90)

@@ -134,7 +134,6 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             max_num_tokens,
             getattr(kv_cache_spec, "attention_chunk_size", None),
         )
-        shaped = any(bool(i.soft_cap) or i.alibi_slopes is not None for i in impls.values())
         options = {
             # Keys of encoders lie in no pages, whatever their spec says.
             "page_size": PAGE_SIZE_MULTIPLE if self.is_encoder else kv_cache_spec.block_size,
@@ -145,7 +144,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             "device": device,
             "decode_query_len": min(self.decode_query_len, DECODE_MAX_QUERY_LEN),
             "batch_invariant": envs.VLLM_BATCH_INVARIANT,
-            "shaped_logits": shaped,
+            "alibi": any(impl.alibi_slopes is not None for impl in impls.values()),
             "fp8_matmul": any(impl.fp8_matmul for impl in impls.values()),
             "rotated_keys": any(impl.rotated_keys for impl in impls.values()),
         }

@@ -224,11 +224,11 @@ def _planned(
             kind.num_q_heads, kind.num_kv_heads, kind.head_size, page, ELEMENT_SIZE[request.dtype],
             1 if (request.kv_cache_dtype or "").startswith("fp8") else 0,
         )  # fmt: skip
-        shaped = bool(request.soft_cap or request.alibi or request.alibi_sqrt)
+        alibi = bool(request.alibi or request.alibi_sqrt)
         e4m3 = request.kv_cache_dtype in ("fp8", "fp8_e4m3")
         fp8 = e4m3 and server.fp8_attention != "off"
         config = policy.choose(
-            geometry, device, drafts, kind.window or 0, plain=shaped, fp8_matmul=fp8
+            geometry, device, drafts, kind.window or 0, plain=alibi, fp8_matmul=fp8
         )
         config = replace(config, window=kind.window or 0)
     except UnsupportedConfig as error:
@@ -236,8 +236,10 @@ def _planned(
     why_not = (policy.why_not_hopper_fp8 if fp8 else policy.why_not_hopper)(
         geometry, device, config.window
     )
-    if why_not is None and shaped:
-        why_not = "a logits soft cap or ALiBi (accepted: neither)"
+    if why_not is None and alibi:
+        why_not = "ALiBi (accepted: none)"
+    if why_not is None and fp8 and request.soft_cap:
+        why_not = f"a logits soft cap of {request.soft_cap:g} (accepted: none)"
     hopper = config.hopper_prefill_fp8 if fp8 else config.hopper_prefill
     hopper = hopper if why_not is None else None
     few = config.hopper_decode

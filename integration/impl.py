@@ -223,7 +223,8 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
 
     def _prefills_in_gluon(self) -> bool:
         """Whether layers like this one have the Gluon prefill, at the page size we ask for."""
-        if self.soft_cap or self.alibi_slopes is not None or self.is_encoder:
+        capped = self.fp8_matmul and self.soft_cap
+        if capped or self.alibi_slopes is not None or self.is_encoder:
             return False
         if not torch.cuda.is_available():
             return False

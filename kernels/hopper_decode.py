@@ -26,8 +26,9 @@ from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
     block_pages,
+    capped_scales,
     clear_rows,
-    copy_keys_and_values,
+    copy_block,
     describe,
     field,
     let_the_next_launch_start,
@@ -36,11 +37,12 @@ from tilewise.kernels.hopper_parts import (
     publish,
     rescale,
     row_sums,
+    soft_cap,
     softmax,
     tma_load,
     wait_for_the_launch_before,
 )
-from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.launch import KvCache, Launcher, Logits
 
 ITEM_FIELDS = gl.constexpr(12)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -141,9 +143,13 @@ def _producer(
                     row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, BLOCK_N
                 )
                 in_page = (j * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
-                copy_keys_and_values(
-                    k_desc, v_desc, k_pages_s, v_pages_s, k_full, k_empty, v_full, v_empty, ring,
-                    page, page, kv_head, in_page, BLOCK_N, HEAD_DIM, BLOCK_N, STAGES,
+                copy_block(
+                    k_desc, k_pages_s, k_full, k_empty, ring, page, page, kv_head, in_page,
+                    BLOCK_N, HEAD_DIM, BLOCK_N, STAGES, 2, 64,
+                )  # fmt: skip
+                copy_block(
+                    v_desc, v_pages_s, v_full, v_empty, ring, page, page, kv_head, in_page,
+                    BLOCK_N, HEAD_DIM, BLOCK_N, STAGES, 2, 64,
                 )  # fmt: skip
                 ring += 1
                 page = next_page
@@ -275,6 +281,7 @@ def _clear_strangers(
 def _consumer(
     out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr, arrivals_ptr,
     header_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t, stride_o_h, scale_log2,
+    cap_factor,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PIECES: gl.constexpr, SOME: gl.constexpr,
@@ -319,6 +326,7 @@ def _consumer(
             )
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(ring % STAGES))
+            s = soft_cap(s, cap_factor)
             s = _mask_edges(s, lo, first_pos, leftmost, GROUP_SIZE, BLOCK_N, WINDOW)
             p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
             mbarrier.wait(
@@ -338,6 +346,7 @@ def _consumer(
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(k_empty.index(stage))
+                s = soft_cap(s, cap_factor)
                 s = _mask_edges(s, j, first_pos, leftmost, GROUP_SIZE, BLOCK_N, WINDOW)
                 p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
                 ring += 1
@@ -404,7 +413,7 @@ _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 def _hopper_decode_kernel(
     out_ptr, lse_ptr, sinks_ptr, q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr,
     block_table_ptr, header_ptr, cu_work_ptr, worker_record_ptr, partial_acc_ptr, partial_m_ptr,
-    partial_l_ptr, arrivals_ptr, scale_log2, stride_o_t, stride_o_h, stride_bt_b,
+    partial_l_ptr, arrivals_ptr, scale_log2, cap_factor, stride_o_t, stride_o_h, stride_bt_b,
     NUM_WORKERS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ITEM_OVERHEAD: gl.constexpr,
     HAS_LSE: gl.constexpr,
@@ -448,9 +457,8 @@ def _hopper_decode_kernel(
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, partial_acc_ptr, partial_m_ptr, partial_l_ptr,
                 arrivals_ptr, header_ptr, bars, q_s, k_s, v_s, v_slabs_s, item_s, stride_o_t,
-                stride_o_h, scale_log2, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, WINDOW,
-                BLOCK_M, BLOCK_N,
-                STAGES, PIECES, SOME,
+                stride_o_h, scale_log2, cap_factor, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
+                WINDOW, BLOCK_M, BLOCK_N, STAGES, PIECES, SOME,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
@@ -503,9 +511,9 @@ def hopper_decode_attention(
 ) -> None:
     """Same contract as ``tilewise.kernels.decode.decode_attention``, of which it takes a part.
 
-    Causal attention with a scale, a window and sinks, over whole pages of a cache in the queries'
-    dtype; the query heads of a KV head are a power of two, at most ``block_m``.  Addresses and
-    strides must suit the copy engine (``tma_strides``, 16 bytes).
+    Causal attention with a scale, a soft cap, a window and sinks, over whole pages of a cache in
+    the queries' dtype; the query heads of a KV head are a power of two, at most ``block_m``.
+    Addresses and strides must suit the copy engine (``tma_strides``, 16 bytes).
 
     Parameters
     ----------
@@ -526,7 +534,7 @@ def hopper_decode_attention(
         out, lse, logits.sinks, describe(q, (block_m // group_size, group_size, 64)),
         describe(kv.k, page), describe(kv.v, page), query_start_loc, seq_lens, block_table, header,
         cu_work, worker_record, partial_acc, partial_m, partial_l, arrivals,
-        logits.scale * LOG2E, out.stride(0), out.stride(1), block_table.stride(0),
+        *capped_scales(logits), out.stride(0), out.stride(1), block_table.stride(0),
     )  # fmt: skip
     constants = dict(
         NUM_WORKERS=arrivals.shape[0], NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.launch import Descriptors
+from tilewise.kernels.launch import LOG2E, Descriptors, Logits
 from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
 
 # Triton 3.8 names them anew and drops the old names later.
@@ -59,43 +59,28 @@ def publish(tile_s, slot, index: gl.constexpr, value, FIELDS: gl.constexpr):
 
 @gluon.jit
 def copy_block(
-    desc, pages_s, full, stage, page0, page1, kv_head, slot,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
+    desc, pages_s, full, empty, ring, page0, page1, kv_head, slot,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    SIZE: gl.constexpr, SLAB: gl.constexpr,
 ):  # fmt: skip
-    """Copy one block of keys or values into a ring slot, page by page and 64 columns at a time.
+    """Copy the ``ring``-th block of keys or values as soon as its ring slot is empty.
 
-    A 128-byte swizzled ``[BLOCK_N, HEAD_DIM]`` tile is ``HEAD_DIM / 64`` column slabs one after
-    the other; rows of a page are contiguous only inside a slab.
+    Page by page and ``SLAB`` columns of ``SIZE`` bytes, those that the swizzle spans, at a time: a
+    128-byte swizzled ``[BLOCK_N, BLOCK_D]`` tile is ``BLOCK_D / SLAB`` column slabs one after the
+    other; rows of a page are contiguous only inside a slab.
     """
-    SLABS: gl.constexpr = HEAD_DIM // 64
+    SLABS: gl.constexpr = BLOCK_D // SLAB
     PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
-    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM * 2)
+    stage = ring % STAGES
+    mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * SIZE)
     for slab in gl.static_range(SLABS):
         at = (stage * SLABS + slab) * PIECES
-        tma_load(desc, [page0, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at))
+        tma_load(desc, [page0, kv_head, slot, slab * SLAB], full.index(stage), pages_s.index(at))
         if PIECES == 2:
             tma_load(
-                desc, [page1, kv_head, slot, slab * 64], full.index(stage), pages_s.index(at + 1)
+                desc, [page1, kv_head, slot, slab * SLAB], full.index(stage), pages_s.index(at + 1)
             )
-
-
-@gluon.jit
-def copy_keys_and_values(
-    k_desc, v_desc, k_pages_s, v_pages_s, k_full, k_empty, v_full, v_empty, ring, page0, page1,
-    kv_head, slot, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy the ``ring``-th block of keys and of values as soon as their ring slots are empty."""
-    stage = ring % STAGES
-    parity = ((ring // STAGES) & 1) ^ 1
-    mbarrier.wait(k_empty.index(stage), parity)
-    copy_block(
-        k_desc, k_pages_s, k_full, stage, page0, page1, kv_head, slot, BLOCK_N, HEAD_DIM, PAGE_ROWS
-    )
-    mbarrier.wait(v_empty.index(stage), parity)
-    copy_block(
-        v_desc, v_pages_s, v_full, stage, page0, page1, kv_head, slot, BLOCK_N, HEAD_DIM, PAGE_ROWS
-    )
 
 
 @gluon.jit
@@ -155,6 +140,29 @@ def mask(s, first_pos, start, GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WI
 
 
 @gluon.jit
+def of_rows(x):
+    """A factor of each row as a column; one of the whole tile as it is."""
+    if x.type.is_block():
+        return gl.expand_dims(x, 1)
+    else:
+        return x
+
+
+@gluon.jit
+def soft_cap(s, cap_factor):
+    """Products as ``tanh(product * scale / cap)`` where logits are capped, else as they are.
+
+    The unit for it is right to 2**-11; logits that PyTorch caps in bf16 are rounded to 2**-9.
+    """
+    if cap_factor is not None:
+        s = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [s * of_rows(cap_factor)], dtype=gl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return s
+
+
+@gluon.jit
 def row_sums(p, BLOCK_N: gl.constexpr):
     """A thread's own share of each row's sum: ``[64, 4]``, no shuffles until the tile's end."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
@@ -165,7 +173,7 @@ def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
     """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_new, 1))
+    p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
     share = row_sums(p, BLOCK_N)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
@@ -175,7 +183,12 @@ def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def clear_rows(pages_s, stage, begin, end, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zero the rows of V outside ``begin .. end``: their weight is 0, but 0 * NaN is not."""
+    """Zero the rows of V outside ``begin .. end``: their weight is 0, but 0 * NaN is not.
+
+    Both warpgroups do, each before its own product.  They write the same, so neither waits for the
+    other; a block with two edges would need both in one call, or one might write back what the
+    other has cleared between its load and its store.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))
     for slab in gl.static_range(HEAD_DIM // 64):
@@ -197,11 +210,19 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
+def capped_scales(logits: Logits) -> tuple[float, float | None]:
+    """``scale_log2``, of capped products where there is a ``cap_factor`` for ``soft_cap``."""
+    if logits.softcap:
+        return logits.softcap * LOG2E, logits.scale / logits.softcap
+    return logits.scale * LOG2E, None
+
+
 def _make_descriptor(
     x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
 ) -> TensorDescriptor:
     elements = {
-        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv,
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5,
     }  # fmt: skip
     element = elements[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, element)

@@ -3,7 +3,8 @@
 The maths, the tile list and the packing of a KV head's query heads into rows are those of
 ``tilewise.kernels.prefill``, its plain twin; a tile has 128 rows here, 64 for each warpgroup.
 Groups of query heads are padded to a power of two: the copies bring the next group's heads along,
-whose rows are computed for nothing and not stored.
+whose rows are computed for nothing and not stored.  So are heads, by columns that lie outside of
+what the copies' descriptors describe, and therefore read as zeros.
 
 * ``_producer`` (one warp) takes tile numbers from an atomic counter, heaviest tiles first, and
   brings Q, then K and V from the last key block to the first, with bulk tensor copies into rings
@@ -23,6 +24,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -33,19 +35,23 @@ from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
     block_pages,
+    capped_scales,
     clear_rows,
-    copy_keys_and_values,
+    copy_block,
     describe,
     field,
     mask,
+    of_rows,
+    partition_barrier,
     publish,
     rescale,
     row_sums,
+    soft_cap,
     softmax,
     tma_load,
     wait_for_the_launch_before,
 )
-from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
+from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
 TILE_FIELDS = gl.constexpr(7)
@@ -56,9 +62,9 @@ def _producer(
     q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
     tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    BESIDE: gl.constexpr,
+    BESIDE: gl.constexpr, SIZE: gl.constexpr, SLAB: gl.constexpr,
 ):  # fmt: skip
     """Announce tiles and copy their Q, K and V until the counter runs out."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
@@ -110,7 +116,7 @@ def _producer(
         )
         for group in gl.static_range(2):
             mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
-            mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
+            mbarrier.expect(q_full.index(group), ROWS * BLOCK_D * 2)
             token = query_start + first_token + group * TOKENS
             tma_load(
                 q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
@@ -123,9 +129,13 @@ def _producer(
                 row_ptr, ahead, first_key, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS
             )
             in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
-            copy_keys_and_values(
-                k_desc, v_desc, k_pages_s, v_pages_s, k_full, k_empty, v_full, v_empty, ring,
-                page0, page1, kv_head, in_page, BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
+            copy_block(
+                k_desc, k_pages_s, k_full, k_empty, ring, page0, page1, kv_head, in_page,
+                BLOCK_N, BLOCK_D, PAGE_ROWS, STAGES, SIZE, SLAB,
+            )  # fmt: skip
+            copy_block(
+                v_desc, v_pages_s, v_full, v_empty, ring, page0, page1, kv_head, in_page,
+                BLOCK_N, BLOCK_D, PAGE_ROWS, STAGES, SIZE, SLAB,
             )  # fmt: skip
             ring += 1
             page0 = next0
@@ -160,24 +170,31 @@ def _store_layout(head_dim):
 
 @gluon.jit
 def _store_rows(
-    out_ptr, lse_ptr, acc, m, sums, row_token, rows_left, kv_head, stride_o_t, stride_o_h,
+    out_ptr, lse_ptr, acc, m, sums, row_token, rows_left, kv_head, stride_o_t8, stride_o_h8,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Write one warpgroup's rows that belong to the request and to this group's heads.
 
     From registers, not by a bulk copy out of shared memory: there is no room but that of the
-    queries, and the next tile's are on their way there.
+    queries, and the next tile's are on their way there.  Strides come in units of 16 bytes, so
+    that the compiler knows of whole words whatever they are.
     """
-    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), _store_layout(HEAD_DIM))
+    stride_o_t = stride_o_t8 * 8
+    stride_o_h = stride_o_h8 * 8
+    out_ptr = gl.multiple_of(out_ptr, 16)
+    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), _store_layout(BLOCK_D))
     base = out_ptr + row_token.to(gl.int64) * stride_o_t
     base += kv_head.to(gl.int64) * GROUP_SIZE * stride_o_h
     row = gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out.type.layout))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, out.type.layout))
     offset = row // GROUP_PAD * stride_o_t + row % GROUP_PAD * stride_o_h
     ok = (row // GROUP_PAD < rows_left) & (row % GROUP_PAD < GROUP_SIZE)
     pointers = base + (gl.expand_dims(offset, 1) + gl.expand_dims(d, 0))
-    gl.store(pointers, out, mask=gl.expand_dims(ok, 1))
+    keep = gl.expand_dims(ok, 1)
+    if HEAD_DIM < BLOCK_D:
+        keep = keep & gl.expand_dims(d < HEAD_DIM, 0)
+    gl.store(pointers, out, mask=keep)
     if HAS_LSE:
         heads: gl.constexpr = NUM_KV_HEADS * GROUP_SIZE
         row = gl.arange(0, ROWS, gl.SliceLayout(1, m.type.layout.parent))
@@ -202,37 +219,69 @@ def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr, GROUP_PAD:
 
 
 @gluon.jit
-def _read_tile(tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr):
+def _read_tile(
+    tile_s, t_full, t_empty, done, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr,
+    WARPS: gl.constexpr = 4,
+):  # fmt: skip
     """The fields of tile number ``done``, as this warpgroup sees them; 0 blocks after the last."""
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
     slot = done & 1
     mbarrier.wait(t_full.index(slot), (done >> 1) & 1)
-    row_token = field(tile_s, slot, 0, TILE_FIELDS, 4) + GROUP * TOKENS
-    rows_left = field(tile_s, slot, 1, TILE_FIELDS, 4) - GROUP * TOKENS
-    first_pos = field(tile_s, slot, 2, TILE_FIELDS, 4) + GROUP * TOKENS
-    seq_len = field(tile_s, slot, 3, TILE_FIELDS, 4)
-    kv_head = field(tile_s, slot, 4, TILE_FIELDS, 4)
-    blocks = field(tile_s, slot, 5, TILE_FIELDS, 4)
-    first_key = field(tile_s, slot, 6, TILE_FIELDS, 4)
+    row_token = field(tile_s, slot, 0, TILE_FIELDS, WARPS) + GROUP * TOKENS
+    rows_left = field(tile_s, slot, 1, TILE_FIELDS, WARPS) - GROUP * TOKENS
+    first_pos = field(tile_s, slot, 2, TILE_FIELDS, WARPS) + GROUP * TOKENS
+    seq_len = field(tile_s, slot, 3, TILE_FIELDS, WARPS)
+    kv_head = field(tile_s, slot, 4, TILE_FIELDS, WARPS)
+    blocks = field(tile_s, slot, 5, TILE_FIELDS, WARPS)
+    first_key = field(tile_s, slot, 6, TILE_FIELDS, WARPS)
     mbarrier.arrive(t_empty.index(slot))
     return row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key
 
 
 @gluon.jit
+def _scale_queries(raw_s, q_s, BLOCK_D: gl.constexpr):
+    """Turn 64 rows of bf16 into fp16 where they lie; return each row's factor, a power of two.
+
+    The largest of a row comes to 2**14.  What is below 2**-28 of it loses bits, which is too little
+    to move a logit.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    for slab in gl.static_range(BLOCK_D // 64):
+        x = raw_s.slice(slab * 64, 64, dim=1).load(layout).to(gl.float32)
+        largest = gl.maximum(largest, gl.max(gl.maximum(x, -x), 1))
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = gl.minimum(gl.maximum(exponent, 15), 253)
+    inverse = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    for slab in gl.static_range(BLOCK_D // 64):
+        x = raw_s.slice(slab * 64, 64, dim=1).load(layout).to(gl.float32)
+        x = x * gl.expand_dims(inverse, 1)
+        q_s.slice(slab * 64, 64, dim=1).store(x.to(gl.float16))
+    fence_async_shared()
+    partition_barrier()
+    return ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
-    stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s, v_s, v_slabs_s,
+    tile_s,
+    stride_o_t8, stride_o_h8, scale_log2, cap_factor, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
+    """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile.
+
+    ``raw_q_s`` are its queries as bf16 where keys are fp16, else None.
+    """
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_s.dtype
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
     # A window has an edge on the left as well.
     PARTS: gl.constexpr = 3 if WINDOW else 2
@@ -247,6 +296,15 @@ def _consumer(
     while blocks > 0:
         stage = k_ring % STAGES
         mbarrier.wait(q_full.index(GROUP), done & 1)
+        factor = 1.0
+        if k_scale_ptr is not None:
+            factor = gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
+        if raw_q_s is not None:
+            factor *= gl.convert_layout(_scale_queries(raw_q_s.index(GROUP), q, BLOCK_D), m_layout)
+        if cap_factor is None:
+            scale, cap = scale_log2 * factor, None
+        else:
+            scale, cap = scale_log2, cap_factor * factor
         mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -263,17 +321,18 @@ def _consumer(
             edge = gl.maximum(blocks - (leftmost + BLOCK_N - 1) // BLOCK_N, whole)
             edge = gl.minimum(edge, count)
 
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, o_layout)
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
+        s = soft_cap(s, cap)
         s = mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_PAD, BLOCK_N, WINDOW)
-        m = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
+        m = gl.maximum(m, gl.max(s, 1) * scale)
+        p = gl.exp2(s * of_rows(scale) - gl.expand_dims(m, 1))
         sums = row_sums(p, BLOCK_N)
         alpha = gl.full([ROWS], 1.0, gl.float32, m_layout)
         keys_left = seq_len - (blocks - 1) * BLOCK_N
         if keys_left < BLOCK_N:
             mbarrier.wait(v_full.index(v_ring % STAGES), (v_ring // STAGES) & 1)
-            clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, HEAD_DIM)
+            clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, BLOCK_D)
         mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=count > 1)
         for part in gl.static_range(PARTS):
             begin = 1 if part == 0 else (whole if part == 1 else edge)
@@ -291,10 +350,11 @@ def _consumer(
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
+                s = soft_cap(s, cap)
                 if part != 1:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                p, m, sums, alpha = softmax(s, m, sums, scale_log2, BLOCK_N)
+                p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends
@@ -315,7 +375,7 @@ def _consumer(
         if WINDOW:
             strangers = first_key - (blocks - count) * BLOCK_N
             if strangers > 0:
-                clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, HEAD_DIM)
+                clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, BLOCK_D)
         pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(v_empty.index(v_stage))
@@ -325,11 +385,13 @@ def _consumer(
         factor = 1.0
         if sinks_ptr is not None:
             m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
+        if v_scale_ptr is not None:
+            factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
-            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t,
-            stride_o_h, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
+            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8,
+            stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE,
         )  # fmt: skip
         done += 1
         row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = _read_tile(
@@ -337,31 +399,32 @@ def _consumer(
         )
 
 
+_STRIDES = ["stride_o_t8", "stride_o_h8", "stride_bt_b"]
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
 
-@gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
+@gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VARYING)
 def _hopper_prefill_kernel(
     out_ptr, lse_ptr, sinks_ptr, q_desc, k_desc, v_desc, query_start_loc_ptr,
     seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr,
-    scale_log2, stride_o_t, stride_o_h, stride_bt_b,
+    scale_log2, cap_factor, stride_o_t8, stride_o_h8, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale * q k^T + causal mask) v; grid = (SMs,), tiles from a counter."""
+    """out = softmax(cap(scale * q k^T) + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
     PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
-    SLABS: gl.constexpr = HEAD_DIM // 64
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    SLABS: gl.constexpr = BLOCK_D // 64
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
-    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_PAD, HEAD_DIM], q_desc.layout)
-    q_s = q_token_s._reinterpret(dtype, [2, ROWS, HEAD_DIM], rows_layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], kv_layout)
+    q_token_s = gl.allocate_shared_memory(dtype, [2, TOKENS, GROUP_PAD, BLOCK_D], q_desc.layout)
+    q_s = q_token_s._reinterpret(dtype, [2, ROWS, BLOCK_D], rows_layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
     pieces: gl.constexpr = STAGES * SLABS * (BLOCK_N // PAGE_ROWS)
     k_pages_s = k_s._reinterpret(dtype, [pieces, 1, 1, PAGE_ROWS, 64], k_desc.layout)
     v_pages_s = v_s._reinterpret(dtype, [pieces, 1, 1, PAGE_ROWS, 64], v_desc.layout)
@@ -376,20 +439,20 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
-                stride_o_t, stride_o_h, scale_log2, 0, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                out_ptr, lse_ptr, sinks_ptr, None, None, bars, None, q_s, k_s, v_s, v_slabs_s,
+                tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0, NUM_KV_HEADS,
+                GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, bars, q_s, k_s, v_s, v_slabs_s, tile_s,
-                stride_o_t, stride_o_h, scale_log2, 1, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                out_ptr, lse_ptr, sinks_ptr, None, None, bars, None, q_s, k_s, v_s, v_slabs_s,
+                tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1, NUM_KV_HEADS,
+                GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
                 q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, STAGES, BESIDE,
+                BLOCK_D, PAGE_SIZE, WINDOW, BLOCK_N, STAGES, BESIDE, 2, 64,
             )),
         ],
         [4, 1],
@@ -421,7 +484,7 @@ def hopper_prefill_attention(
 ) -> None:
     """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
 
-    Soft caps and ALiBi are not computed; addresses and strides must suit the copy engine
+    ALiBi is not computed; addresses and strides must suit the copy engine
     (``tma_strides``, 16 bytes).
 
     Parameters
@@ -439,19 +502,20 @@ def hopper_prefill_attention(
     head_dim, page_size = q.shape[2], kv.page_size
     group_size = q.shape[1] // kv.num_kv_heads
     group_pad = next_power_of_2(group_size)
-    rows = (64 // group_pad, group_pad, head_dim)
+    block_d = next_power_of_2(head_dim)
+    rows = (64 // group_pad, group_pad, block_d)
     page = (1, 1, min(page_size, block_n), 64)
     args = (
         out, lse, logits.sinks, describe(q, rows),
         describe(kv.k, page), describe(kv.v, page),
         query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
-        header[COUNTERS:], logits.scale * LOG2E, out.stride(0), out.stride(1),
+        header[COUNTERS:], *capped_scales(logits), out.stride(0) // 8, out.stride(1) // 8,
         block_table.stride(0),
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
-        PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window, BLOCK_N=block_n,
-        STAGES=num_stages, BESIDE=beside_decode,
+        BLOCK_D=block_d, PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window,
+        BLOCK_N=block_n, STAGES=num_stages, BESIDE=beside_decode,
     )  # fmt: skip
     # A dependent launch that does not wait before it reads: decode has waited for what is read here
     # before it lets this launch start, and writes other rows.

@@ -32,119 +32,25 @@ from tilewise.kernels.hadamard import SEED
 from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
-    block_pages,
     describe,
     mask,
     partition_barrier,
-    publish,
     rescale,
     row_sums,
-    tma_load,
 )
-from tilewise.kernels.hopper_prefill import TILE_FIELDS, _add_sink, _read_tile, _store_rows
+from tilewise.kernels.hopper_prefill import (
+    TILE_FIELDS,
+    _add_sink,
+    _producer,
+    _read_tile,
+    _store_rows,
+)
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
 # As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
 SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
 _SIGN_SEED = gl.constexpr(SEED.value)
-
-
-@gluon.jit
-def _copy_rows(
-    desc, pages_s, full, empty, ring, page0, page1, kv_head, slot,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_ROWS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy one block of keys or values, whose rows are as long as the swizzle, page by page."""
-    PIECES: gl.constexpr = BLOCK_N // PAGE_ROWS
-    stage = ring % STAGES
-    mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BLOCK_N * HEAD_DIM)
-    at = stage * PIECES
-    tma_load(desc, [page0, kv_head, slot, 0], full.index(stage), pages_s.index(at))
-    if PIECES == 2:
-        tma_load(desc, [page1, kv_head, slot, 0], full.index(stage), pages_s.index(at + 1))
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr,
-    tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars, q_s, k_pages_s, v_pages_s, tile_s,
-    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Announce tiles and copy their Q, K and V until the counter runs out."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _, t_full, t_empty = bars
-    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
-    TOKENS: gl.constexpr = ROWS // GROUP_PAD  # of one warpgroup
-    num_programs = gl.num_programs(0)
-    num_tiles = gl.load(header_ptr)
-    total = num_tiles * NUM_KV_HEADS
-    turn = gl.program_id(0)
-    ring = 0
-    done = 0
-    while turn < total:
-        next_turn = num_programs + gl.atomic_add(counter_ptr, 1)
-        # One KV head after the other: its keys stay in L2 while all its tiles pass.
-        kv_head = turn // num_tiles
-        tile = turn % num_tiles
-        req = gl.load(tile_req_ptr + tile)
-        first_token = gl.load(tile_token_ptr + tile)
-        query_start = gl.load(query_start_loc_ptr + req)
-        query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
-        seq_len = gl.load(seq_lens_ptr + req)
-        first_pos = seq_len - query_len + first_token
-        last = gl.minimum(first_pos + 2 * TOKENS, seq_len)
-        blocks = gl.maximum((last + BLOCK_N - 1) // BLOCK_N, 1)
-
-        slot = done & 1
-        mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
-        publish(tile_s, slot, 0, query_start + first_token, TILE_FIELDS)
-        publish(tile_s, slot, 1, query_len - first_token, TILE_FIELDS)
-        publish(tile_s, slot, 2, first_pos, TILE_FIELDS)
-        publish(tile_s, slot, 3, seq_len, TILE_FIELDS)
-        publish(tile_s, slot, 4, kv_head, TILE_FIELDS)
-        publish(tile_s, slot, 5, blocks, TILE_FIELDS)
-        publish(tile_s, slot, 6, 0, TILE_FIELDS)
-        mbarrier.arrive(t_full.index(slot))
-
-        row_ptr = block_table_ptr + req.to(gl.int64) * stride_bt_b
-        page0, page1 = block_pages(row_ptr, blocks - 1, 0, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
-        for group in gl.static_range(2):
-            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
-            mbarrier.expect(q_full.index(group), ROWS * HEAD_DIM * 2)
-            token = query_start + first_token + group * TOKENS
-            tma_load(
-                q_desc, [token, kv_head * GROUP_SIZE, 0], q_full.index(group), q_s.index(group)
-            )
-        for n in range(blocks):
-            block = blocks - 1 - n
-            # One block ahead, so that no copy waits for a page id.
-            ahead = gl.maximum(block - 1, 0)
-            next0, next1 = block_pages(row_ptr, ahead, 0, seq_len, BLOCK_N, PAGE_SIZE, PAGE_ROWS)
-            in_page = (block * BLOCK_N) % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
-            _copy_rows(
-                k_desc, k_pages_s, k_full, k_empty, ring, page0, page1, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
-            )  # fmt: skip
-            _copy_rows(
-                v_desc, v_pages_s, v_full, v_empty, ring, page0, page1, kv_head, in_page,
-                BLOCK_N, HEAD_DIM, PAGE_ROWS, STAGES,
-            )  # fmt: skip
-            ring += 1
-            page0 = next0
-            page1 = next1
-        turn = next_turn
-        done += 1
-    # Tell the others that there is no further tile.
-    slot = done & 1
-    mbarrier.wait(t_empty.index(slot), ((done >> 1) & 1) ^ 1)
-    publish(tile_s, slot, 5, 0, TILE_FIELDS)
-    mbarrier.arrive(t_full.index(slot))
-    # The last program to finish leaves the counters as it found them, for the next launch.
-    if gl.atomic_add(counter_ptr + 1, 1) == num_programs - 1:
-        gl.store(counter_ptr, 0)
-        gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
@@ -179,11 +85,12 @@ def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr
 
 @gluon.jit
 def _transposer(
-    bars, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    bars, turned, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Turn every block of values for the consumers."""
-    _, _, _, _, v_full, v_empty, vt_full, vt_empty, t_full, t_empty = bars
+    _, _, _, _, v_full, v_empty, t_full, t_empty = bars
+    vt_full, vt_empty = turned
     ring = 0
     done = 0
     _, _, _, seq_len, _, blocks, _ = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD)
@@ -268,15 +175,16 @@ def _weights(p, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
-    vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, GROUP: gl.constexpr,
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
+    vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, STEPS: gl.constexpr,
     HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile."""
-    q_full, q_empty, k_full, k_empty, _, _, vt_full, vt_empty, t_full, t_empty = bars
+    q_full, q_empty, k_full, k_empty, _, _, t_full, t_empty = bars
+    vt_full, vt_empty = turned
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
@@ -358,8 +266,8 @@ def _consumer(
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         _store_rows(
-            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t,
-            stride_o_h, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HAS_LSE,
+            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8,
+            stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
         done += 1
         row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
@@ -367,14 +275,15 @@ def _consumer(
         )
 
 
+_STRIDES = ["stride_o_t8", "stride_o_h8", "stride_bt_b"]
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
 
-@gluon.jit(do_not_specialize=["stride_bt_b"], do_not_specialize_on_alignment=_VARYING)
+@gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VARYING)
 def _hopper_prefill_fp8_kernel(
     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc,
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr,
-    counter_ptr, scale_log2, stride_o_t, stride_o_h, stride_bt_b,
+    counter_ptr, scale_log2, stride_o_t8, stride_o_h8, stride_bt_b,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, K_SCALE_STEP: gl.constexpr,
@@ -411,31 +320,31 @@ def _hopper_prefill_fp8_kernel(
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     bars = (
         barriers(2, 1), barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(2, 1), barriers(2, 3),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1), barriers(2, 3),
     )  # fmt: skip
+    turned = (barriers(STAGES, 1), barriers(STAGES, 2))
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
-                vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 0,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
+                vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, q_s, q8_s, k_s,
-                vt_s, tile_s, stride_o_t, stride_o_h, scale_log2, 1,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
+                vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
             (_transposer, (
-                bars, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD, HEAD_DIM, BLOCK_N, STAGES,
+                bars, turned, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD, HEAD_DIM, BLOCK_N, STAGES,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
-                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, bars,
-                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
-                HEAD_DIM, PAGE_SIZE, BLOCK_N, STAGES,
+                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b,
+                bars, q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS,
+                GROUP_SIZE, GROUP_PAD, HEAD_DIM, PAGE_SIZE, 0, BLOCK_N, STAGES, False, 1, HEAD_DIM,
             )),
         ],
         [4, 4, 1],
@@ -487,7 +396,7 @@ def hopper_prefill_fp8_attention(
         out, lse, logits.sinks, kv.k_scale, kv.v_scale, describe(q, rows),
         describe(k, page), describe(v, page), query_start_loc, seq_lens, block_table,
         header, tile_req, tile_token, header[COUNTERS:], logits.scale * LOG2E,
-        out.stride(0), out.stride(1), block_table.stride(0),
+        out.stride(0) // 8, out.stride(1) // 8, block_table.stride(0),
     )  # fmt: skip
     steps = kv.constants
     constants = dict(

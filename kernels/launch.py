@@ -132,11 +132,6 @@ class Logits:
     alibi_sqrt: bool = False
 
     @property
-    def shaped(self) -> bool:
-        """Whether more than a scale is done to the logits of visible keys."""
-        return bool(self.softcap) or self.alibi_slopes is not None
-
-    @property
     def arguments(self) -> tuple[float, float | None, torch.Tensor | None, torch.Tensor | None]:
         """``scale_log2``, ``cap_log2``, ``sinks_ptr`` and ``slopes_ptr`` of the kernels.
 

@@ -61,9 +61,9 @@ class PagedAttention:
     batch_invariant : bool
         A request gets the same bits whatever else is in the batch: its length alone decides how
         its keys are cut, not the batch's.  Costs time, and scratch (``workspace_bytes``).
-    shaped_logits : bool
-        Layers will have a soft cap or ALiBi, which the Gluon kernels do not compute: tiles and
-        workers are those of the plain ones alone.
+    alibi : bool
+        Layers will have ALiBi, which the Gluon kernels do not compute: tiles and workers are those
+        of the plain ones alone.
     shared_prefixes : bool or "always"
         Decode requests of at most ``decode_query_len`` tokens whose block tables begin with the
         same pages read these once (``tilewise.prefix_rule``); plans find them on the device.  For
@@ -108,7 +108,7 @@ class PagedAttention:
         window: int | None = None,
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
-        shaped_logits: bool = False,
+        alibi: bool = False,
         shared_prefixes: bool | str = False,
         fp8_matmul: bool = False,
         rotated_keys: bool = False,
@@ -133,7 +133,7 @@ class PagedAttention:
         self.config = settle(
             geometry, describe(self.device), config, kv_dtype=kv_dtype,
             decode_query_len=decode_query_len, window=window, batch_invariant=batch_invariant,
-            shaped_logits=shaped_logits, shared_prefixes=shared_prefixes, fp8_matmul=fp8_matmul,
+            alibi=alibi, shared_prefixes=shared_prefixes, fp8_matmul=fp8_matmul,
             rotated_keys=rotated_keys,
         )  # fmt: skip
         self.batch_invariant = batch_invariant

@@ -67,7 +67,7 @@ def launch_decode(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer
     )  # fmt: skip
     t = cfg.decode
     wanted = plan.decodes_few or plan.side_by_side
-    plain = not wanted or not _plain_maths(plan, layer)
+    plain = not wanted or not _for_gluon(plan, layer)
     if cfg.hopper_decode and not plain:
         # Imported late, as the Gluon prefill is.
         from tilewise.kernels.hopper_decode import hopper_decode_attention
@@ -124,21 +124,30 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
         buffers.header, buffers.tile_req, buffers.tile_token, layer.logits,
     )  # fmt: skip
     heeded = None if layer.spans == "off" else plan.spans
-    plain = heeded is not None or not _plain_maths(plan, layer)
+    plain = heeded is not None or not _for_gluon(plan, layer)
     programs = min(cfg.num_sms, plan.max_prefill_tiles * cfg.geometry.num_kv_heads)
-    if cfg.hopper_prefill and not plain:
+    kv, tiles = layer.kv, cfg.hopper_prefill
+    if tiles and not plain and not kv.format:
         # Imported late: other devices, and Triton's interpreter, need no Gluon.
         from tilewise.kernels.hopper_prefill import hopper_prefill_attention
 
         hopper_prefill_attention(
             *tensors, *batch, window=cfg.window, num_programs=programs,
-            block_n=cfg.hopper_prefill.block_n, num_stages=cfg.hopper_prefill.num_stages,
-            beside_decode=plan.side_by_side,
+            block_n=tiles.block_n, num_stages=tiles.num_stages, beside_decode=plan.side_by_side,
         )  # fmt: skip
         counters.add("launches", kernel="hopper_prefill")
         return
+    if tiles and not plain and not kv.page_scales and not kv.rotated:
+        from tilewise.kernels.hopper_prefill_kv8 import hopper_prefill_kv8_attention
+
+        hopper_prefill_kv8_attention(
+            *tensors, *batch, window=cfg.window, num_programs=programs, block_n=tiles.block_n,
+            num_stages=tiles.num_stages, narrow_stages=tiles.narrow_stages,
+        )  # fmt: skip
+        counters.add("launches", kernel="hopper_prefill_kv8")
+        return
     fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
-    if fp8 and not plain and not layer.kv.page_scales:
+    if fp8 and not plain and not layer.logits.softcap and not kv.page_scales:
         from tilewise.kernels.hopper_prefill_fp8 import hopper_prefill_fp8_attention
 
         hopper_prefill_fp8_attention(
@@ -160,13 +169,14 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
     counters.add("launches", kernel="prefill")
 
 
-def _plain_maths(plan: Plan, layer: Layer) -> bool:
-    """Whether a layer is one for the Gluon kernels.
+def _for_gluon(plan: Plan, layer: Layer) -> bool:
+    """Whether a layer is one for the Gluon kernels: for both of a batch, or for none.
 
-    A batch they take, logits that are only scaled, an output in the queries' dtype, addresses that
-    the copy engine takes.
+    A batch they take, logits without ALiBi, an output in the queries' dtype, addresses that the
+    copy engine takes.
     """
-    simple = not layer.logits.shaped and plan.why_plain is None and layer.out_scale is None
+    unbiased = layer.logits.alibi_slopes is None
+    simple = unbiased and plan.why_plain is None and layer.out_scale is None
     # Outputs are stored one by one, but start-up compiles for rows of 16 bytes only.
     return layer.use_tma and simple and _aligned_rows(layer.q, layer.out)
 

@@ -19,7 +19,7 @@ def settle(
     decode_query_len: int,
     window: int | None,
     batch_invariant: bool,
-    shaped_logits: bool,
+    alibi: bool,
     shared_prefixes: bool | str,
     fp8_matmul: bool,
     rotated_keys: bool,
@@ -32,7 +32,7 @@ def settle(
     device : policy.Device
     config : policy.Config or None
         The caller's; None for the policy's choice.
-    kv_dtype, decode_query_len, window, batch_invariant, shaped_logits, shared_prefixes, fp8_matmul
+    kv_dtype, decode_query_len, window, batch_invariant, alibi, shared_prefixes, fp8_matmul
     rotated_keys
         As of ``PagedAttention``.
 
@@ -43,7 +43,7 @@ def settle(
         without ``fp8_matmul`` and ``rotated_keys``.
     """
     if config is None:
-        layer = (geometry, device, decode_query_len, window or 0, shaped_logits)
+        layer = (geometry, device, decode_query_len, window or 0, alibi)
         config = policy.choose(*layer)
         _check_fp8(fp8_matmul, rotated_keys, kv_dtype, geometry.head_dim)
         if fp8_matmul:

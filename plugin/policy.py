@@ -80,11 +80,13 @@ class HopperTiles:
     """Launch configuration of a Gluon kernel for Hopper; the prefill's tiles have 128 rows.
 
     ``block_n`` keys a block, ``num_stages`` blocks of K and of V in flight; of the Gluon decode,
-    whose items have the rows that the plain kernel's have, keys a tile and tiles in flight.
+    whose items have the rows that the plain kernel's have, keys a tile and tiles in flight.  Over
+    an fp8 cache the prefill keeps ``narrow_stages`` more blocks as they come from memory.
     """
 
     block_n: int
     num_stages: int
+    narrow_stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,8 +275,8 @@ def choose(
         prefill = fp8_tiles(geometry, device)
         if not plain and why_not_hopper_fp8(geometry, device, window) is None:
             hopper_fp8 = _HOPPER_FP8_TILES
-    if not plain and why_not_hopper(geometry, device, window) is None:
-        hopper = _HOPPER_TILES[geometry.head_dim]
+    elif not plain and why_not_hopper(geometry, device, window) is None:
+        hopper = _hopper_tiles(geometry)
         prefill = hopper_twin(geometry)
     return Config(
         geometry=geometry,
@@ -291,16 +293,30 @@ def choose(
     )
 
 
-# Head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
+# Padded head size to blocks; shared memory holds the queries of a tile and the blocks in flight.
 _HOPPER_TILES = {
     64: HopperTiles(block_n=128, num_stages=5),
     128: HopperTiles(block_n=128, num_stages=3),
     256: HopperTiles(block_n=64, num_stages=2),
 }
+# Of an fp8 cache, which comes in rings of its own.
+_HOPPER_KV8_TILES = {
+    64: HopperTiles(block_n=128, num_stages=4, narrow_stages=3),
+    128: HopperTiles(block_n=128, num_stages=2, narrow_stages=2),
+    256: HopperTiles(block_n=64, num_stages=2, narrow_stages=1),
+}
 _HOPPER_FP8_TILES = HopperTiles(block_n=128, num_stages=3)  # of head size 128
 
 
-def _why_no_gluon(geometry: Geometry, device: Device, kv_size: int = 2) -> str | None:
+def _hopper_tiles(geometry: Geometry) -> HopperTiles:
+    """The Gluon prefill's tiles for a head size that it takes."""
+    tiles = _HOPPER_KV8_TILES if geometry.kv_element_size == 1 else _HOPPER_TILES
+    return tiles[geometry.block_d]
+
+
+def _why_no_gluon(
+    geometry: Geometry, device: Device, kv_sizes: tuple[int, ...] = (2,)
+) -> str | None:
     """What all Gluon kernels ask of a device and of dtypes; None where it is there."""
     if device.interpreted:
         return "kernels in Gluon do not run in Triton's interpreter"
@@ -308,8 +324,9 @@ def _why_no_gluon(geometry: Geometry, device: Device, kv_size: int = 2) -> str |
         return f"compute capability {device.arch / 10} (accepted: 9.0)"
     if geometry.element_size != 2:
         return f"{geometry.element_size} bytes an element (accepted: 2)"
-    if geometry.kv_element_size != kv_size:
-        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: {kv_size})"
+    if geometry.kv_element_size not in kv_sizes:
+        accepted = " and ".join(map(str, kv_sizes))
+        return f"{geometry.kv_element_size} bytes an element of the cache (accepted: {accepted})"
     return None
 
 
@@ -338,16 +355,18 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
     str or None
         What the layer or the device has, and what is accepted.
     """
-    if (why := _why_no_gluon(geometry, device)) is not None:
+    if (why := _why_no_gluon(geometry, device, kv_sizes=(1, 2))) is not None:
         return why
-    if geometry.head_dim not in _HOPPER_TILES:
-        return f"head_dim {geometry.head_dim} (accepted: {', '.join(map(str, _HOPPER_TILES))})"
-    if (why := _why_no_boxes(geometry, _HOPPER_TILES[geometry.head_dim])) is not None:
+    d = geometry.block_d
+    if d not in _HOPPER_TILES:
+        smallest, *_, largest = _HOPPER_TILES
+        return f"head_dim {geometry.head_dim} (accepted: {smallest // 2 + 8} to {largest})"
+    if (why := _why_no_boxes(geometry, _hopper_tiles(geometry))) is not None:
         return why
-    narrowest = HOPPER_WINDOWS[geometry.head_dim]
+    narrowest = HOPPER_WINDOWS[d]
     if 0 < window < narrowest:
         return f"window {window} (accepted: none, or {narrowest} and more)"
-    needed = _hopper_shared_memory(geometry.head_dim)
+    needed = _hopper_shared_memory(geometry)
     if needed > device.shared_memory:
         return f"{device.shared_memory} bytes of shared memory (needed: {needed})"
     return None
@@ -369,7 +388,7 @@ def why_not_hopper_fp8(geometry: Geometry, device: Device, window: int = 0) -> s
         What the layer or the device has, and what is accepted.
     """
     tiles = _HOPPER_FP8_TILES
-    if (why := _why_no_gluon(geometry, device, kv_size=1)) is not None:
+    if (why := _why_no_gluon(geometry, device, kv_sizes=(1,))) is not None:
         return why
     if geometry.head_dim != 128:
         return f"head_dim {geometry.head_dim} (accepted: 128)"
@@ -439,8 +458,9 @@ def why_plain_batch(causal: bool, pages: bool, mask: str = "") -> str | None:
     return None
 
 
-def _hopper_shared_memory(head_dim: int) -> int:
+def _hopper_shared_memory(geometry: Geometry) -> int:
     """Bytes of the Gluon prefill's queries, blocks in flight and barriers."""
-    tiles = _HOPPER_TILES[head_dim]
-    rows = HOPPER_ROWS + 2 * tiles.num_stages * tiles.block_n
-    return rows * head_dim * 2 + 1024
+    tiles = _hopper_tiles(geometry)
+    rows = 2 * (HOPPER_ROWS + 2 * tiles.num_stages * tiles.block_n)
+    rows += 2 * tiles.narrow_stages * tiles.block_n  # of bytes
+    return rows * geometry.block_d + 1024

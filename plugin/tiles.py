@@ -20,7 +20,7 @@ from tilewise.geometry import (
 
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 
-# Head size to the narrowest window that the Gluon prefill takes. Below it every block touches an
+# Padded head size to the narrowest window that the Gluon prefill takes. Below it every block touches an
 # edge and a tile is mostly its start and end: the plain kernel, which keeps more tiles in flight,
 # measured faster (bench/NOTES.md).
 HOPPER_WINDOWS = {64: 1024, 128: 512, 256: 256}
@@ -31,10 +31,12 @@ FP8_DEPTH = 32
 
 def hopper_twin(geometry: Geometry) -> Tiles:
     """Plain tiles over the rows of the Gluon prefill's."""
-    stages = 2 if geometry.head_dim > 128 else 3
+    d = geometry.block_d
+    # Tiles that are converted on the way lie in registers once.
+    block_n = 32 if d > 128 and geometry.kv_element_size == 1 else 64
     return Tiles(
-        HOPPER_ROWS, 64, geometry.head_dim, num_warps=8, num_stages=stages, use_tma=True,
-        lazy_rescale=geometry.head_dim >= 128,
+        HOPPER_ROWS, block_n, d, num_warps=8, num_stages=2 if d > 128 else 3, use_tma=True,
+        lazy_rescale=d >= 128,
     )  # fmt: skip
 
 

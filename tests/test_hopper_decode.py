@@ -288,12 +288,12 @@ def test_the_policy_says_why_not(geometry, device, query_len, reason):
     assert (config.hopper_decode is None) == (reason is not None)
 
 
-def test_shaped_logits_leave_the_gluon_kernels_out(device, monkeypatch):
+def test_alibi_leave_the_gluon_kernels_out(device, monkeypatch):
     """Their batches would be planned for kernels that never run."""
     monkeypatch.setattr(attention, "describe", lambda _: HOPPER)
     sizes = {"page_size": 64, "dtype": BF16, "max_num_reqs": 4, "max_num_tokens": 64}
     for shaped in (False, True):
-        attn = attention.PagedAttention(32, 8, 128, device=device, shaped_logits=shaped, **sizes)
+        attn = attention.PagedAttention(32, 8, 128, device=device, alibi=shaped, **sizes)
         assert attn.config.decodes_few(1) is not shaped
         assert attn.config.side_by_side is not shaped
         geometry = policy.Geometry(32, 8, 128, 64, 2)

@@ -1,0 +1,236 @@
+"""Prefill for Hopper (sm_90) in Gluon over an fp8 cache, multiplied as fp16.
+
+Tiles, roles and maths are those of ``tilewise.kernels.hopper_prefill``, whose consumers run here
+as they are, and the contract that of ``tilewise.kernels.prefill``, the plain twin.  Between copies
+and consumers stands one more partition of two warps, ``_widener``: the copy engine fills rings of
+fp8 blocks, the widener turns each into fp16 in the ring that the consumers read, and arrives at the
+barriers at which they would otherwise wait for the copy engine.
+
+fp16 holds both formats of fp8 exactly, NaN and infinities too, and one instruction makes two
+elements of it, where bf16 takes four.  So queries in bf16 become fp16 as well, each row scaled by a
+power of two (``_scale_queries``), and weights have fp16's 11 bits.  Scales of keys go into the
+logits, those of values into the output.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tilewise.geometry import next_power_of_2
+from tilewise.kernels.hopper_parts import (
+    ROWS,
+    barriers,
+    capped_scales,
+    describe,
+    partition_barrier,
+)
+from tilewise.kernels.hopper_prefill import TILE_FIELDS, _consumer, _producer, _read_tile
+from tilewise.kernels.launch import KvCache, Launcher, Logits
+from tilewise.kernels.plan import COUNTERS
+
+WIDENERS = gl.constexpr(2)  # warps
+STRIP = gl.constexpr(16)  # rows that are widened at a time
+
+
+@gluon.jit
+def _widen_block(
+    narrow_s, wide_s, narrow_full, narrow_empty, full, empty, ring,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
+    NARROW_STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Turn the ``ring``-th block of keys or values into 16 bits as soon as there is room."""
+    # Eight elements a thread: 8 bytes of a row of 128 are read, 16 bytes, one place of the
+    # swizzle, written, both without conflicts of banks.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SLAB, SLAB // 8], [WARPS, 1], [1, 0])
+    SLABS: gl.constexpr = BLOCK_D // SLAB
+    narrow_stage = ring % NARROW_STAGES
+    stage = ring % STAGES
+    mbarrier.wait(narrow_full.index(narrow_stage), (ring // NARROW_STAGES) & 1)
+    mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
+    wide = wide_s.index(stage)
+    for slab in gl.static_range(SLABS):
+        narrow = narrow_s.index(narrow_stage * SLABS + slab)
+        for strip in gl.static_range(BLOCK_N // STRIP):
+            part = narrow.slice(strip * STRIP, STRIP).load(layout)
+            to = wide.slice(strip * STRIP, STRIP).slice(slab * SLAB, SLAB, dim=1)
+            to.store(part.to(wide_s.dtype))
+    fence_async_shared()
+    partition_barrier()
+    mbarrier.arrive(narrow_empty.index(narrow_stage))
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+def _widener(
+    narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, GROUP_PAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
+    NARROW_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Widen the keys and values of every tile, in the order in which they are copied."""
+    _, _, k8_full, k8_empty, v8_full, v8_empty, t_full, t_empty = narrow_bars
+    _, _, k_full, k_empty, v_full, v_empty, _, _ = bars
+    ring = 0
+    done = 0
+    _, _, _, _, _, blocks, first_key = _read_tile(
+        tile_s, t_full, t_empty, 0, 0, GROUP_PAD, WIDENERS
+    )
+    while blocks > 0:
+        for _ in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
+            _widen_block(
+                k8_s, k_s, k8_full, k8_empty, k_full, k_empty, ring,
+                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, WIDENERS,
+            )  # fmt: skip
+            _widen_block(
+                v8_s, v_s, v8_full, v8_empty, v_full, v_empty, ring,
+                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, WIDENERS,
+            )  # fmt: skip
+            ring += 1
+        done += 1
+        _, _, _, _, _, blocks, first_key = _read_tile(
+            tile_s, t_full, t_empty, done, 0, GROUP_PAD, WIDENERS
+        )
+
+
+_STRIDES = ["stride_o_t8", "stride_o_h8", "stride_bt_b"]
+_VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
+
+
+@gluon.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VARYING)
+def _hopper_prefill_kv8_kernel(
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, q_desc, k_desc, v_desc,
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr, header_ptr, tile_req_ptr, tile_token_ptr,
+    counter_ptr, scale_log2, cap_factor, stride_o_t8, stride_o_h8, stride_bt_b,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    NARROW_STAGES: gl.constexpr, K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr,
+):  # fmt: skip
+    """out = softmax(cap(scale * q k^T) + causal mask) v; grid = (SMs,), tiles from a counter."""
+    dtype: gl.constexpr = gl.float16
+    f8: gl.constexpr = k_desc.dtype
+    TOKENS: gl.constexpr = ROWS // GROUP_PAD
+    PAGE_ROWS: gl.constexpr = BLOCK_N if PAGE_SIZE >= BLOCK_N else PAGE_SIZE
+    SLAB: gl.constexpr = 128 if BLOCK_D > 128 else BLOCK_D  # fp8 columns that the swizzle spans
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    slab_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], dtype)
+    narrow_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SLAB], f8)
+    q_token_s = gl.allocate_shared_memory(
+        q_desc.dtype, [2, TOKENS, GROUP_PAD, BLOCK_D], q_desc.layout
+    )
+    q_s = q_token_s._reinterpret(dtype, [2, ROWS, BLOCK_D], rows_layout)
+    raw_q_s = None
+    if q_desc.dtype != dtype:
+        raw_q_s = q_token_s._reinterpret(q_desc.dtype, [2, ROWS, BLOCK_D], rows_layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
+    v_slabs_s = v_s._reinterpret(dtype, [STAGES * (BLOCK_D // 64), BLOCK_N, 64], slab_layout)
+    blocks: gl.constexpr = NARROW_STAGES * (BLOCK_D // SLAB)
+    pieces: gl.constexpr = blocks * (BLOCK_N // PAGE_ROWS)
+    k8_s = gl.allocate_shared_memory(f8, [blocks, BLOCK_N, SLAB], narrow_layout)
+    v8_s = gl.allocate_shared_memory(f8, [blocks, BLOCK_N, SLAB], narrow_layout)
+    k_pages_s = k8_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, SLAB], k_desc.layout)
+    v_pages_s = v8_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, SLAB], v_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
+    q_full, q_empty = barriers(2, 1), barriers(2, 1)
+    t_full, t_empty = barriers(2, 1), barriers(2, 3)
+    narrow_bars = (
+        q_full, q_empty, barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1),
+        barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1), t_full, t_empty,
+    )  # fmt: skip
+    bars = (
+        q_full, q_empty, barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
+        barriers(STAGES, 2), t_full, t_empty,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
+                v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                K_SCALE_STEP, V_SCALE_STEP,
+            )),
+            (_consumer, (
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
+                v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES,
+                K_SCALE_STEP, V_SCALE_STEP,
+            )),
+            (_widener, (
+                narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, GROUP_PAD, BLOCK_N, BLOCK_D,
+                SLAB, STAGES, NARROW_STAGES,
+            )),
+            (_producer, (
+                q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
+                header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, narrow_bars,
+                q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+                BLOCK_D, PAGE_SIZE, WINDOW, BLOCK_N, NARROW_STAGES, False, 1, SLAB,
+            )),
+        ],
+        [4, WIDENERS, 1],
+        [232, 40, 40],
+    )  # fmt: skip
+
+
+_launch_hopper_prefill_kv8 = Launcher(_hopper_prefill_kv8_kernel)
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def hopper_prefill_kv8_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv: KvCache,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    header: torch.Tensor,
+    tile_req: torch.Tensor,
+    tile_token: torch.Tensor,
+    logits: Logits,
+    *,
+    window: int,
+    num_programs: int,
+    block_n: int,
+    num_stages: int,
+    narrow_stages: int,
+) -> None:
+    """Same contract as ``tilewise.kernels.prefill.prefill_attention`` for tiles of 128 rows.
+
+    For fp8 caches whose scales are of tensors or heads and whose keys are not rotated.  ALiBi is
+    not computed; addresses and strides must suit the copy engine (``tma_strides``, 16 bytes).
+
+    Parameters
+    ----------
+    header : Tensor[5], int32
+        The plan's; its last two are this kernel's counters, zero before and after every launch.
+    num_programs : int
+        Persistent programs: one an SM.
+    block_n, num_stages : int
+        Keys a block; blocks of K, and of V, as 16 bits.
+    narrow_stages : int
+        Blocks of K, and of V, in flight as fp8.
+    """
+    head_dim, page_size = q.shape[2], kv.page_size
+    group_size = q.shape[1] // kv.num_kv_heads
+    group_pad = next_power_of_2(group_size)
+    block_d = next_power_of_2(head_dim)
+    rows = (64 // group_pad, group_pad, block_d)
+    page = (1, 1, min(page_size, block_n), min(block_d, 128))
+    k, v = (x.view(_DTYPES[kv.format]) for x in (kv.k, kv.v))
+    args = (
+        out, lse, logits.sinks, kv.k_scale, kv.v_scale, describe(q, rows), describe(k, page),
+        describe(v, page), query_start_loc, seq_lens, block_table, header, tile_req, tile_token,
+        header[COUNTERS:], *capped_scales(logits), out.stride(0) // 8, out.stride(1) // 8,
+        block_table.stride(0),
+    )  # fmt: skip
+    steps = kv.constants
+    constants = dict(
+        NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
+        BLOCK_D=block_d, PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window,
+        BLOCK_N=block_n, STAGES=num_stages, NARROW_STAGES=narrow_stages,
+        K_SCALE_STEP=steps["K_SCALE_STEP"], V_SCALE_STEP=steps["V_SCALE_STEP"],
+    )  # fmt: skip
+    _launch_hopper_prefill_kv8((num_programs, 1, 1), args, constants, num_warps=4)

@@ -567,8 +567,10 @@ def check_one_hot(batch, targets, out, v_scale=1.0):
 HOT = ((300, 400), (129, 0), (65, 63), (17, 1000))
 
 
-@pytest.mark.parametrize("logit", [1e4, 1e6, 8e6])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("dtype", "logit"),
+    [(BF16, 1e4), (BF16, 8e6), (BF16, 1e9), (FP16, 1e4), (FP16, 1e6), (FP16, 8e6)],
+)
 def test_huge_logits_pick_their_key(dtype, logit):
     """Also where pages, rows and heads go: each output row is one known row of the cache."""
     case = Case(HOT, **(LLAMA | {"dtype": dtype}))
@@ -615,3 +617,55 @@ def test_sinks_of_any_size_match_reference(model):
     assert (out[:n, 2] == 0).all()
     assert (lse[:50, 0] == float("-inf")).all()
     assert (out[:50] == 0).all()
+
+
+# Batches that are not what they were, or lie oddly.
+
+
+@pytest.mark.parametrize("change", ["no rows", "fewer rows", "more rows", "few keys", "no keys"])
+@pytest.mark.parametrize("model", ["llama", "gpt_oss", "fp8"])
+def test_lengths_that_changed_since_the_plan_leave_no_tensor_and_no_counter(model, change):
+    """Results are wrong then; but the launch ends, nobody else's memory changes, the next is right.
+
+    Pages stay those of the table, since "few keys" is fewer and "more rows" are still its own.
+    """
+    given = MODELS[model]
+    batch, attn = prepared(Case(((200, 100), (65, 300), (129, 0)), pad_tokens=60, **given))
+    wanted = run_gluon(attn, batch)[0][: batch.num_tokens].clone()
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    attn.plan(starts, lens, batch.block_table, num_tokens=len(batch.q), max_query_len=200)
+    if change.endswith("keys"):
+        lens.fill_(3 if change == "few keys" else 0)
+    else:
+        new = {"no rows": [0, 0, 0, 0], "fewer rows": [0, 17, 18, 18], "more rows": [0, 230, 325]}
+        rows = [*new[change], len(batch.q)][:4]
+        starts.copy_(torch.tensor(rows, dtype=torch.int32))
+    frame = torch.full((3, *batch.q.shape), 7.0, dtype=batch.q.dtype, device=DEVICE)
+    run_gluon(attn, batch, out=frame[1])
+    assert (frame[0] == 7.0).all()
+    assert (frame[2] == 7.0).all()
+    if change == "no rows":
+        assert (frame[1] == 7.0).all()
+    plan_batch(attn, batch)
+    assert torch.equal(run_gluon(attn, batch)[0][: batch.num_tokens], wanted)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma", "fp8"])
+def test_lengths_and_table_at_odd_addresses_give_the_same_bits(model):
+    """Slices of larger buffers, of which no address or stride is a multiple of 16 bytes."""
+    given = MODELS[model]
+    group = given["num_q_heads"] // given["num_kv_heads"]
+    batch, attn = prepared(Case(ragged(80, group, 12, 300), **given))
+    wanted, wanted_lse = (x[: batch.num_tokens].clone() for x in run_gluon(attn, batch))
+    reqs, width = batch.block_table.shape
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    starts = torch.full((reqs + 8,), NOWHERE, **ints)[3:][: reqs + 1].copy_(batch.query_start_loc)
+    lens = torch.full((reqs + 8,), NOWHERE, **ints)[5:][:reqs].copy_(batch.seq_lens)
+    odd = width + 7 + width % 2  # an odd stride
+    table = torch.full((reqs, odd), NOWHERE, **ints)[:, 3:][:, :width].copy_(batch.block_table)
+    assert table.stride(0) % 2 == 1
+    longest = max(query for query, _ in batch.case.requests)
+    attn.plan(starts, lens, table, num_tokens=len(batch.q), max_query_len=longest)
+    out, lse = run_gluon(attn, batch)
+    assert torch.equal(out[: batch.num_tokens], wanted)
+    assert torch.equal(lse[: batch.num_tokens], wanted_lse)

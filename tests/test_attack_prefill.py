@@ -534,7 +534,8 @@ def one_hot(case: Case, logit: float, seed: int) -> tuple[Batch, list[torch.Tens
     batch = make_batch(case, DEVICE, seed)
     gen = torch.Generator().manual_seed(seed)
     dim, size = case.head_dim, case.page_size
-    step = (logit * dim**-0.5) ** 0.5 if case.kv_dtype is None else 1.0
+    # No power of two: its products with a scale are to be rounded.
+    step = (logit * dim**-0.5) ** 0.5 if case.kv_dtype is None else 1.875
     targets = []
     for r, (query_len, context) in enumerate(case.requests):
         seq_len = query_len + context
@@ -586,14 +587,15 @@ def test_huge_logits_pick_their_key(dtype, logit):
     torch.testing.assert_close(lse[:n], torch.full_like(lse[:n], logit), rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("k_scale", [1e3, 1e5, 1e8])
+@pytest.mark.parametrize("k_scale", [1e3, 1e5, 3e6, 1e8])
 @pytest.mark.parametrize("plain", [False, True], ids=["gluon", "plain twin"])
 def test_fp8_scale_may_be_anything(plain, k_scale):
     """A product rounded in the maximum, and not in the difference, would give 2**(its rounding)."""
-    case = Case(HOT, **(LLAMA_FP8 | {"kv_scales": "tensor"}))
+    case = Case(HOT, **LLAMA_FP8)
     batch, targets = one_hot(case, 0.0, 6)
-    batch.features["k_scale"] = torch.full((1,), k_scale, device=DEVICE)
-    batch.features["v_scale"] = torch.full((1,), 0.25, device=DEVICE)
+    steps = 1 + 0.0137 * torch.arange(case.num_kv_heads, device=DEVICE)
+    batch.features["k_scale"] = k_scale * steps
+    batch.features["v_scale"] = torch.full_like(steps, 0.25)
     attn = make_attention(case, DEVICE, fp8_matmul=True)
     plan_batch(attn, batch)
     if plain:

@@ -31,6 +31,9 @@ DECODE_POINTERS = (
 )  # fmt: skip
 
 
+OF_FP8 = {"enable_fp_fusion": False}  # as KvCache.options has it
+
+
 def _descriptor(dtype: str, block: list[int]) -> str:
     element = {
         "bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5,
@@ -38,7 +41,9 @@ def _descriptor(dtype: str, block: list[int]) -> str:
     return f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
 
 
-def _compile(fn: Any, signature: dict[str, str], constants: dict[str, Any], aligned: Any) -> Any:
+def _compile(
+    fn: Any, signature: dict[str, str], constants: dict[str, Any], aligned: Any, **options: Any
+) -> Any:
     signature |= dict.fromkeys((n for n in constants if n not in signature), "constexpr")
     names = list(signature)
     source = GluonASTSource(
@@ -47,7 +52,9 @@ def _compile(fn: Any, signature: dict[str, str], constants: dict[str, Any], alig
         constexprs=constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options
+    )
 
 
 def compile_prefill(
@@ -82,8 +89,8 @@ def compile_prefill(
     signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
     constants: dict[str, Any] = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
-        "BLOCK_D": geometry.block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window, "BLOCK_N": chosen.block_n,
-        "STAGES": chosen.num_stages, "BESIDE": beside,
+        "BLOCK_D": geometry.block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
+        "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages, "BESIDE": beside,
     }  # fmt: skip
     optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
     constants |= {name: None for name, on in optional.items() if not on}
@@ -134,7 +141,7 @@ def compile_prefill_kv8(
     constants |= {name: None for name, on in optional.items() if not on}
     aligned = ("out_ptr",)
     kernel = hopper_prefill_kv8._hopper_prefill_kv8_kernel
-    return _compile(kernel, signature, constants, aligned)
+    return _compile(kernel, signature, constants, aligned, **OF_FP8)
 
 
 def compile_prefill_fp8(
@@ -169,7 +176,7 @@ def compile_prefill_fp8(
     constants |= {n: None for n in of_scales if not scales}
     aligned = ("out_ptr",)
     kernel = hopper_prefill_fp8._hopper_prefill_fp8_kernel
-    return _compile(kernel, signature, constants, aligned)
+    return _compile(kernel, signature, constants, aligned, **OF_FP8)
 
 
 def compile_decode(
@@ -247,14 +254,24 @@ def resources(
     group_size: int,
     sinks: bool = False,
     window: int = 0,
+    softcap: bool = False,
+    kv_format: str = "",
 ) -> Resources:
     """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
+    variant: dict[str, Any] = {"sinks": sinks}
     if kernel == "hopper_prefill_fp8":
-        compiled = compile_prefill_fp8(dtype, page_size, group_size, sinks=sinks)
+        compiled = compile_prefill_fp8(dtype, page_size, group_size, **variant)
     else:
-        compile_one: Any = compile_decode if kernel == "hopper_decode" else compile_prefill
-        compiled = compile_one(dtype, head_dim, page_size, group_size, sinks=sinks, window=window)
-    features = ["sinks"] * sinks + [f"window={window}"] * bool(window)
+        compilers: dict[str, Any] = {
+            "hopper_prefill": compile_prefill, "hopper_prefill_kv8": compile_prefill_kv8,
+            "hopper_decode": compile_decode,
+        }  # fmt: skip
+        if kernel == "hopper_prefill_kv8":
+            variant["kv_dtype"] = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}[kv_format]
+        variant |= {"window": window, "softcap": softcap}
+        compiled = compilers[kernel](dtype, head_dim, page_size, group_size, **variant)
+    features = ["sinks"] * sinks + ["softcap"] * softcap + [f"window={window}"] * bool(window)
+    features += [kv_format] * bool(kv_format)
     ptx = compiled.asm["ptx"]
     return Resources(
         kernel, 90, head_dim, page_size, group_size, dtype, "+".join(features),

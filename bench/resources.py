@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KERNELS = (
-    "prefill", "hopper_prefill", "hopper_prefill_fp8", "decode", "hopper_decode", "prefix_decode",
-    "plan", "cache_write",
+    "prefill", "hopper_prefill", "hopper_prefill_kv8", "hopper_prefill_fp8", "decode",
+    "hopper_decode", "prefix_decode", "plan", "cache_write",
 )  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32")
 FEATURES = ("sinks", "softcap", "alibi", "sqrt")
@@ -117,8 +117,9 @@ def variants(args: argparse.Namespace) -> Iterator[Variant]:
 
 
 def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
-    """Whether a Gluon kernel serves such layers; what shapes logits is left to the plain one."""
-    if not {"softcap", "alibi"}.isdisjoint(args.features):
+    """Whether a Gluon kernel serves such layers."""
+    uncapped = variant.kernel == "hopper_prefill_fp8"
+    if "alibi" in args.features or (uncapped and "softcap" in args.features):
         return False
     try:
         geometry = _geometry(variant, args)
@@ -130,7 +131,9 @@ def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
     if variant.kernel == "hopper_prefill_fp8":
         e4m3 = _FP8_CACHES.get(args.kv_cache_dtype) == "e4m3"
         return e4m3 and policy.why_not_hopper_fp8(geometry, device, window) is None
-    return policy.why_not_hopper(geometry, device, window) is None
+    fp8 = args.kv_cache_dtype in _FP8_CACHES
+    mine = fp8 == (variant.kernel == "hopper_prefill_kv8")
+    return mine and policy.why_not_hopper(geometry, device, window) is None
 
 
 def _prefix_takes(variant: Variant, args: argparse.Namespace) -> bool:
@@ -182,9 +185,10 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
         from tilewise.bench import aot_gluon
 
         group = args.heads[0] // args.heads[1]
-        sinks = "sinks" in args.features
+        sinks, softcap = ("sinks" in args.features), ("softcap" in args.features)
         return aot_gluon.resources(
-            v.kernel, v.dtype, v.head_size, v.page_size, group, sinks, args.window
+            v.kernel, v.dtype, v.head_size, v.page_size, group, sinks, args.window, softcap,
+            _FP8_CACHES.get(args.kv_cache_dtype, ""),
         )  # fmt: skip
     kv_format = _kv_format(args.kv_cache_dtype, v.arch, v.kernel)
     # The plain prefill as the policy has it beside the Gluon kernel.

@@ -252,7 +252,9 @@ def _planned(
             config = prefix_rule.share_prefixes(config, device, drafts)
     shared = config.prefixes
     kernels = ["plan", "cache_write"]
-    kernels.append(("hopper_prefill_fp8" if fp8 else "hopper_prefill") if hopper else "prefill")
+    gluon = "hopper_prefill_kv8" if geometry.kv_element_size == 1 else "hopper_prefill"
+    gluon = "hopper_prefill_fp8" if fp8 else gluon
+    kernels.append(gluon if hopper else "prefill")
     kernels += ["prefix_find", "prefix_decode"] if shared else []
     kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
     most = config.num_sms // geometry.num_kv_heads

@@ -274,7 +274,7 @@ def _consumer(
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile.
 
-    ``raw_q_s`` are its queries as bf16 where keys are fp16, else None.
+    ``raw_q_s`` are its queries as they come: bf16 where keys are fp16, else ``q_s`` itself.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -299,7 +299,7 @@ def _consumer(
         factor = 1.0
         if k_scale_ptr is not None:
             factor = gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
-        if raw_q_s is not None:
+        if raw_q_s.dtype != dtype:
             factor *= gl.convert_layout(_scale_queries(raw_q_s.index(GROUP), q, BLOCK_D), m_layout)
         if cap_factor is None:
             scale, cap = scale_log2 * factor, None
@@ -439,12 +439,12 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, None, None, bars, None, q_s, k_s, v_s, v_slabs_s,
+                out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, None, None, bars, None, q_s, k_s, v_s, v_slabs_s,
+                out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
             )),

@@ -405,4 +405,4 @@ def hopper_prefill_fp8_attention(
         BLOCK_N=block_n, STAGES=num_stages, K_SCALE_STEP=steps["K_SCALE_STEP"],
         V_SCALE_STEP=steps["V_SCALE_STEP"], ROTATED=kv.rotated,
     )  # fmt: skip
-    _launch_hopper_prefill_fp8((num_programs, 1, 1), args, constants, num_warps=4)
+    _launch_hopper_prefill_fp8((num_programs, 1, 1), args, constants, num_warps=4, **kv.options)

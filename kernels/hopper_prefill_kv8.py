@@ -120,9 +120,7 @@ def _hopper_prefill_kv8_kernel(
         q_desc.dtype, [2, TOKENS, GROUP_PAD, BLOCK_D], q_desc.layout
     )
     q_s = q_token_s._reinterpret(dtype, [2, ROWS, BLOCK_D], rows_layout)
-    raw_q_s = None
-    if q_desc.dtype != dtype:
-        raw_q_s = q_token_s._reinterpret(q_desc.dtype, [2, ROWS, BLOCK_D], rows_layout)
+    raw_q_s = q_token_s._reinterpret(q_desc.dtype, [2, ROWS, BLOCK_D], rows_layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], kv_layout)
     v_slabs_s = v_s._reinterpret(dtype, [STAGES * (BLOCK_D // 64), BLOCK_N, 64], slab_layout)
@@ -149,14 +147,14 @@ def _hopper_prefill_kv8_kernel(
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
                 v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0,
-                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES,
-                K_SCALE_STEP, V_SCALE_STEP,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
+                STAGES, K_SCALE_STEP, V_SCALE_STEP,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
                 v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1,
-                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES,
-                K_SCALE_STEP, V_SCALE_STEP,
+                NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
+                STAGES, K_SCALE_STEP, V_SCALE_STEP,
             )),
             (_widener, (
                 narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, GROUP_PAD, BLOCK_N, BLOCK_D,
@@ -233,4 +231,4 @@ def hopper_prefill_kv8_attention(
         BLOCK_N=block_n, STAGES=num_stages, NARROW_STAGES=narrow_stages,
         K_SCALE_STEP=steps["K_SCALE_STEP"], V_SCALE_STEP=steps["V_SCALE_STEP"],
     )  # fmt: skip
-    _launch_hopper_prefill_kv8((num_programs, 1, 1), args, constants, num_warps=4)
+    _launch_hopper_prefill_kv8((num_programs, 1, 1), args, constants, num_warps=4, **kv.options)

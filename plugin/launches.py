@@ -137,7 +137,9 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
         )  # fmt: skip
         counters.add("launches", kernel="hopper_prefill")
         return
-    if tiles and not plain and not kv.page_scales and not kv.rotated:
+    # Older GPUs' way to read fp8 is not the Gluon kernel's (tests take it here as well).
+    converts = kv.format in ("e4m3", "e5m2")
+    if tiles and not plain and converts and not kv.page_scales and not kv.rotated:
         from tilewise.kernels.hopper_prefill_kv8 import hopper_prefill_kv8_attention
 
         hopper_prefill_kv8_attention(

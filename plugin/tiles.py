@@ -20,9 +20,9 @@ from tilewise.geometry import (
 
 LAZY_ACCUMULATORS = (64, 128)  # a thread's, for which tilewise.kernels.lazy_rescale has assembly
 
-# Padded head size to the narrowest window that the Gluon prefill takes. Below it every block touches an
-# edge and a tile is mostly its start and end: the plain kernel, which keeps more tiles in flight,
-# measured faster (bench/NOTES.md).
+# Padded head size to the narrowest window that the Gluon prefill takes. Below it every block
+# touches an edge and a tile is mostly its start and end: the plain kernel, which keeps more tiles
+# in flight, measured faster (bench/NOTES.md).
 HOPPER_WINDOWS = {64: 1024, 128: 512, 256: 256}
 
 # Tensor cores multiply fp8 in steps of as many elements: of a head for logits, of keys for outputs.

@@ -53,11 +53,9 @@ def test_a_llama_is_ours_with_the_policys_tiles():
     ("extra", "options", "reason"),
     [
         ({}, {"device": ARCHITECTURES[80]}, "compute capability 8.0 (accepted: 9.0)"),
-        ({"head_dim": 96}, {}, "head_dim 96 (accepted: 64, 128, 256)"),
+        ({"head_dim": 32}, {}, "head_dim 32 (accepted: 40 to 256)"),
         ({}, {"block_size": 16}, "page_size 16 (accepted: 64 and multiples of 128)"),
-        ({}, {"kv_cache_dtype": "fp8"}, "1 bytes an element of the cache (accepted: 2)"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {},
-         "a logits soft cap or ALiBi (accepted: neither)"),
+        ({"model_type": "falcon", "alibi": True}, {}, "ALiBi (accepted: none)"),
     ],
 )  # fmt: skip
 def test_the_plain_prefill_serves_what_the_gluon_kernel_does_not(extra, options, reason):
@@ -85,11 +83,25 @@ def test_an_fp8_cache_is_ours_with_the_tiles_of_its_bytes():
         (kind,) = report(LLAMA, kv_cache_dtype=name).kinds
         config = policy.choose(policy.Geometry(32, 8, 128, 64, 2, 1), HOPPER)
         assert (kind.backend, kind.reasons) == ("TILEWISE", ())
+        assert kind.kernels == ("plan", "cache_write", "hopper_prefill_kv8", "decode")
+        assert kind.hopper_prefill == vars(config.hopper_prefill)
         assert kind.prefill == vars(config.prefill)
         assert kind.decode == vars(config.decode)
         assert kind.workspace_bytes == workspace_bytes(config, 64, 2048)
     (plain,) = report(LLAMA).kinds
     assert plain.decode != kind.decode
+
+
+def test_capped_logits_and_padded_heads_have_the_gluon_kernel():
+    capped = {**LLAMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0}
+    for config in (capped, {**LLAMA, "head_dim": 96}):
+        (kind,) = report(config).kinds
+        assert kind.kernels[2] == "hopper_prefill"
+        assert kind.why_not_hopper is None
+    server = Server(64, 2048, fp8_attention="fp8")
+    (kind,) = report(capped, server, kv_cache_dtype="fp8").kinds
+    assert kind.kernels[2] == "prefill"
+    assert kind.why_not_hopper == "a logits soft cap of 50 (accepted: none)"
 
 
 def test_products_of_fp8_have_a_kernel_of_their_own():
@@ -101,7 +113,7 @@ def test_products_of_fp8_have_a_kernel_of_their_own():
     assert kind.prefill == vars(config.prefill)
     # Of e4m3 alone, of heads of 128, and on Hopper.
     (other,) = report(LLAMA, server, kv_cache_dtype="fp8_e5m2").kinds
-    assert other.prefill != kind.prefill
+    assert other.kernels[2] == "hopper_prefill_kv8"
     (small,) = report({**LLAMA, "head_dim": 64}, server, kv_cache_dtype="fp8").kinds
     assert small.kernels[2] == "prefill"
     assert "head_dim 64" in small.why_not_hopper

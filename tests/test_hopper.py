@@ -25,6 +25,9 @@ VARIANTS = [
     {"head_dim": 256, "page_size": 64, "group_size": 2},
     {"head_dim": 128, "page_size": 64, "group_size": 4, "window": 4096},
     {"head_dim": 128, "page_size": 64, "group_size": 7},
+    {"head_dim": 96, "page_size": 64, "group_size": 3},
+    {"head_dim": 256, "page_size": 64, "group_size": 2, "softcap": True},
+    {"head_dim": 128, "page_size": 64, "group_size": 4, "softcap": True},
 ]
 OLD_VARIANTS = [VARIANTS[0], VARIANTS[3]]
 
@@ -65,7 +68,8 @@ def check_budget(rows):
         loops.sort(key=lambda loop: loop["instructions"])
         # The loops without masks do nearly all the work.
         for loop in loops[:2]:
-            assert loop["instructions"] <= 480, row
+            # A cap is a product and a hyperbolic tangent more for each of a thread's 64 logits.
+            assert loop["instructions"] <= (620 if row.get("softcap") else 480), row
             assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
 
 
@@ -108,6 +112,12 @@ GPU_CASES = [
     Case(MANY, sinks=0.5, window=530, **(LLAMA | {"num_q_heads": 15, "num_kv_heads": 3})),
     Case(((500, 3000), (33, 0), (21, 500)), 9, 3, 64, dtype=FP16, page_size=128),
     Case(((200, -50), (300, 77)), 12, 1, 256, dtype=BF16),
+    Case(MIXED, softcap=30.0, **LLAMA),
+    Case(MANY, softcap=5.0, **GPT_OSS),
+    Case(MIXED, softcap=50.0, window=1024, **GEMMA),
+    *(Case(MIXED, **(LLAMA | {"head_dim": d})) for d in (40, 72, 80, 96, 112, 192)),
+    Case(MANY, layout="hnd", **(LLAMA | {"head_dim": 96, "num_q_heads": 24, "dtype": FP16})),
+    Case(MANY, window=600, page_size=128, **(LLAMA | {"head_dim": 88, "num_q_heads": 40})),
     Case(MIXED, **GEMMA),
     Case(MIXED, window=1024, **GEMMA),
     Case(MANY, page_size=128, **(GEMMA | {"num_q_heads": 4, "dtype": FP16})),
@@ -161,10 +171,10 @@ def test_the_plain_twin_agrees_on_the_same_plan(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", ["softcap", "alibi", "odd rows", "odd address"])
+@pytest.mark.parametrize("change", ["alibi", "odd rows", "odd address"])
 def test_what_it_cannot_take_goes_to_the_plain_twin(change):
     needs_hopper()
-    features = {"softcap": {"softcap": 5.0}, "alibi": {"alibi": "linear"}}.get(change, {})
+    features = {"alibi": {"alibi": "linear"}}.get(change, {})
     case = Case(((300, 200), (40, 0)), **LLAMA, **features)
     batch = make_batch(case, "cuda")
     if change == "odd rows":
@@ -220,11 +230,14 @@ HOPPER = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
         ((28, 4, 128, 64, 2), {}, None),
         ((32, 8, 128, 64, 2), {"shared_memory": 163 * 1024}, "bytes of shared memory"),
         ((128, 1, 128, 64, 2), {}, "group size 128"),
-        ((32, 8, 96, 64, 2), {}, "head_dim 96"),
+        ((32, 8, 96, 64, 2), {}, None),
+        ((32, 8, 40, 64, 2), {}, None),
+        ((32, 8, 32, 64, 2), {}, "head_dim 32 (accepted: 40 to 256)"),
+        ((32, 8, 512, 64, 2), {}, "head_dim 512"),
         ((32, 8, 128, 16, 2), {}, "page_size 16"),
         ((32, 8, 128, 192, 2), {}, "page_size 192"),
         ((32, 8, 128, 64, 4), {}, "4 bytes"),
-        ((32, 8, 128, 64, 2, 1), {}, "1 bytes an element of the cache"),
+        ((32, 8, 128, 64, 2, 1), {}, None),
         ((32, 8, 128, 64, 2), {"arch": 100}, "capability 10.0"),
         ((32, 8, 128, 64, 2), {"arch": 80}, "capability 8.0"),
         ((32, 8, 128, 64, 2), {"interpreted": True}, "interpreter"),

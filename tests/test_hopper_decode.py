@@ -57,6 +57,8 @@ GPU_CASES = [
     Case(RAGGED, window=1, **LLAMA),
     Case(RAGGED, window=700, sinks=1.0, **(LLAMA | {"num_q_heads": 64})),
     Case(((1, -7), (3, -1), (1, 500)), **LLAMA),
+    Case(RAGGED, softcap=5.0, **LLAMA),
+    Case(RAGGED, softcap=50.0, window=700, sinks=1.0, **(LLAMA | {"num_q_heads": 64})),
     Case(((4, 9000), (4, 33), (3, 700)), decode_query_len=4, **LLAMA),
     Case(((16, 9000), (9, 64)), decode_query_len=8, **LLAMA),
     Case(((5, 2000), (1, 0)), **(LLAMA | {"num_q_heads": 8})),
@@ -146,11 +148,11 @@ def test_a_plan_for_more_programs_is_served_as_well(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "change", ["softcap", "alibi", "odd rows", "many requests", "not causal", "batch invariant"]
+    "change", ["alibi", "odd rows", "many requests", "not causal", "batch invariant"]
 )
 def test_what_it_does_not_take_goes_to_the_plain_twin(change):
     needs_hopper()
-    features = {"softcap": {"softcap": 5.0}, "alibi": {"alibi": "linear"}}.get(change, {})
+    features = {"alibi": {"alibi": "linear"}}.get(change, {})
     if change == "not causal":
         features["causal"] = False
     requests = ((1, 200), (3, 40)) * (9 if change == "many requests" else 1)
@@ -288,7 +290,7 @@ def test_the_policy_says_why_not(geometry, device, query_len, reason):
     assert (config.hopper_decode is None) == (reason is not None)
 
 
-def test_alibi_leave_the_gluon_kernels_out(device, monkeypatch):
+def test_alibi_leaves_the_gluon_kernels_out(device, monkeypatch):
     """Their batches would be planned for kernels that never run."""
     monkeypatch.setattr(attention, "describe", lambda _: HOPPER)
     sizes = {"page_size": 64, "dtype": BF16, "max_num_reqs": 4, "max_num_tokens": 64}

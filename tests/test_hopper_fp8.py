@@ -26,7 +26,7 @@ def check_budget(rows):
         assert row["spill_bytes"] <= 2400, row
         assert row["setmaxnreg"] > 0, row
         loops = [loop for loop in row["loops"] if loop["QGMMA"] == 8]
-        loops = [loop for loop in loops if loop["instructions"] < 900]
+        loops = [loop for loop in loops if loop["instructions"] < 1000]
         # In each of the two consumers: one with masks, one without.
         assert len(loops) == 4, row
         for loop in loops:
@@ -34,7 +34,9 @@ def check_budget(rows):
             assert loop["LDL"] + loop["STL"] <= 2, row
         loops.sort(key=lambda loop: loop["instructions"])
         for loop in loops[:2]:
-            assert loop["instructions"] <= 560, row
+            # A product and a difference for each of 64 weights: fused, they would be rounded
+            # once, and a maximum of 2**24 miss itself by more than e4m3 has room for.
+            assert loop["instructions"] <= 590, row
             assert loop["LDL"] == loop["STL"] == 0, row
             # Pairs of weights become fours; were weights exchanged, there would be more.
             assert loop["PRMT"] <= 16, row

@@ -42,16 +42,23 @@ def asked(*words):
 
 
 def test_variants():
-    # The Gluon decode serves one of the two head sizes, and products of fp8 an fp8 cache.
-    assert len(asked()) == 2 * (len(resources.KERNELS) - 1) - 1
+    # The Gluon decode serves one of the two head sizes, and two Gluon prefills an fp8 cache.
+    assert len(asked()) == 2 * (len(resources.KERNELS) - 2) - 1
     assert asked("--kernel", "plan", "--arch", "sm_80", "9.0", "--head-size", "64") == [
         Variant("plan", 80, "bf16", 64, 64), Variant("plan", 90, "bf16", 64, 64),
     ]  # fmt: skip
     # The Gluon kernel exists for Hopper and some sizes only.
     gluon = ("--kernel", "hopper_prefill")
-    assert asked(*gluon, "--arch", "sm_80", "sm_90", "--head-size", "96", "128") == [
-        Variant("hopper_prefill", 90, "bf16", 128, 64)
+    assert asked(*gluon, "--arch", "sm_80", "sm_90", "--head-size", "32", "96", "128") == [
+        Variant("hopper_prefill", 90, "bf16", 96, 64),
+        Variant("hopper_prefill", 90, "bf16", 128, 64),
     ]
+    assert asked(*gluon, "--kv-cache-dtype", "fp8") == []
+    assert asked(*gluon, "--features", "softcap") != []
+    assert asked(*gluon, "--features", "alibi") == []
+    kv8 = ("--kernel", "hopper_prefill_kv8", "--head-size", "256", "--kv-cache-dtype")
+    assert asked(*kv8, "fp8_e5m2") == [Variant("hopper_prefill_kv8", 90, "bf16", 256, 64)]
+    assert asked(*kv8, "auto") == []
     assert asked(*gluon, "--heads", "128/1") == []
     assert asked(*gluon, "--dtype", "fp32") == []
     fp8 = ("--kernel", "hopper_prefill_fp8", "--kv-cache-dtype")
@@ -63,7 +70,6 @@ def test_variants():
     assert asked(*shared, "--window", "4096") == []
     # Nor where the policy leaves the layer to the plain kernel.
     assert asked(*gluon, "--kv-cache-dtype", "fp8") == []
-    assert asked(*gluon, "--features", "softcap") == []
     assert asked(*gluon, "--page-size", "16") == []
     assert asked(*gluon, "--window", "128") == []
     assert len(asked(*gluon, "--features", "sinks", "--window", "1100")) == 2
@@ -121,6 +127,18 @@ def test_the_command_compiles():
         assert (r["programs_per_sm"], r["limited_by"]) == occupancy(*taken)
     # Only Hopper's decode has the copy engine.
     assert [r["tma"] > 0 for r in rows] == [False, False, True, False]
+
+
+def test_the_gluon_kernel_over_an_fp8_cache():
+    done = run(
+        "--kernel", "hopper_prefill_kv8", "--kv-cache-dtype", "fp8_e5m2", "--head-size", "96",
+        "--features", "softcap", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["variants"]
+    assert row["features"] == "softcap+e5m2"
+    assert row["threads"] == 384
+    assert row["wgmma"] > 0
 
 
 def test_the_gluon_kernel_with_what_layers_ask_of_it():

@@ -1,0 +1,213 @@
+"""The Gluon prefill over an fp8 cache: compiled everywhere, run where there is a Hopper GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import Case, check, make_attention, make_batch, plan_batch
+from test_hopper import (
+    HOPPER,
+    MANY,
+    MIXED,
+    OLD_TRITON,
+    compiled,
+    needs_hopper,
+)
+
+from tilewise import counters, policy
+
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+VARIANTS = [
+    {"kernel": "prefill_kv8"},
+    {"kernel": "prefill_kv8", "head_dim": 256, "softcap": True},
+    {"kernel": "prefill_kv8", "head_dim": 64, "page_size": 128, "group_size": 7, "lse": True,
+     "sinks": True, "window": 1100},
+    {"kernel": "prefill_kv8", "dtype": "fp16", "kv_dtype": "fp8e5", "page_size": 256,
+     "scales": False},
+]  # fmt: skip
+
+
+def check_budget(rows):
+    for row in rows:
+        assert row["shared_bytes"] <= 227 * 1024, row
+        # Eight registers a thread fewer than without the widening warps: some values wait outside.
+        assert row["spill_bytes"] <= 2400, row
+        assert row["setmaxnreg"] > 0, row
+        assert row["wgmma"] >= 32, row
+        loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 30]
+        loops = [loop for loop in loops if loop["instructions"] < 1050]
+        # In each of the two consumers: one with masks, one without, and with a window one more.
+        assert len(loops) == (6 if row.get("window") else 4), row
+        loops.sort(key=lambda loop: loop["instructions"])
+        for loop in loops[:2]:
+            assert loop["instructions"] <= (700 if row.get("softcap") else 580), row
+            assert loop["LDL"] + loop["STL"] <= 24, row
+
+
+def test_variants_compile_within_budget(tmp_path):
+    rows = compiled(VARIANTS, tmp_path)
+    assert len(rows) == len(VARIANTS)
+    check_budget(rows)
+
+
+def test_compiles_on_triton_36(tmp_path):
+    if not OLD_TRITON.is_dir():
+        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
+    rows = compiled(VARIANTS[:2], tmp_path, old_triton=True)
+    assert len(rows) == 2
+    check_budget(rows)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "device", "window", "reason"),
+    [
+        ((32, 8, 128, 64, 2, 1), {}, 0, None),
+        ((28, 4, 96, 256, 2, 1), {}, 4096, None),
+        ((16, 4, 256, 64, 2, 1), {}, 0, None),
+        ((64, 8, 64, 128, 2, 1), {}, 0, None),
+        ((64, 8, 32, 64, 2, 1), {}, 0, "head_dim 32"),
+        ((32, 8, 128, 16, 2, 1), {}, 0, "page_size 16"),
+        ((32, 8, 128, 64, 2, 1), {}, 128, "window 128"),
+        ((128, 1, 128, 64, 2, 1), {}, 0, "group size 128"),
+        ((32, 8, 128, 64, 4, 1), {}, 0, "4 bytes"),
+        ((32, 8, 128, 64, 2, 1), {"arch": 100}, 0, "capability 10.0"),
+        ((32, 8, 128, 64, 2, 1), {"interpreted": True}, 0, "interpreter"),
+        ((32, 8, 128, 64, 2, 1), {"shared_memory": 163 * 1024}, 0, "bytes of shared memory"),
+    ],
+)
+def test_the_policy_says_why_not(geometry, device, window, reason):
+    geometry, device = policy.Geometry(*geometry), dataclasses.replace(HOPPER, **device)
+    why = policy.why_not_hopper(geometry, device, window)
+    config = policy.choose(geometry, device, window=window)
+    if reason is None:
+        assert why is None
+        assert config.hopper_prefill.narrow_stages > 0
+        assert config.prefill.block_m == policy.HOPPER_ROWS
+    else:
+        assert reason in why
+        assert config.hopper_prefill is None
+
+
+def test_products_of_fp8_go_before_it():
+    geometry = policy.Geometry(32, 8, 128, 64, 2, 1)
+    config = policy.choose(geometry, HOPPER, fp8_matmul=True)
+    assert config.hopper_prefill is None
+    assert config.hopper_prefill_fp8 is not None
+
+
+LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16,
+         "kv_dtype": E4M3, "kv_scales": "head"}  # fmt: skip
+GPU_CASES = [
+    Case(((128, 0),), **LLAMA),
+    Case(((17, 0), (40, 100), (0, 0), (300, 64)), pad_requests=2, **LLAMA),
+    Case(MIXED, **LLAMA),
+    Case(MIXED, layout="hnd", **(LLAMA | {"dtype": FP16, "kv_scales": ""})),
+    Case(MIXED, **(LLAMA | {"kv_dtype": E5M2, "kv_scales": "tensor"})),
+    Case(MIXED, **(LLAMA | {"dtype": FP16, "kv_dtype": E5M2})),
+    Case(((500, 3000), (33, 0)), layout="cross_layer", page_size=128, **LLAMA),
+    Case(((500, 3000), (33, 0)), page_size=256, **(LLAMA | {"kv_scales": "tensor"})),
+    Case(((500, 3000), (33, 0)), **(LLAMA | {"num_q_heads": 8})),
+    Case(((200, -50), (77, 0)), **LLAMA),
+    Case(MANY, **LLAMA),
+    Case(MANY, softcap=20.0, **LLAMA),
+    Case(MIXED, sinks=2.0, **LLAMA),
+    Case(MIXED, window=700, **LLAMA),
+    Case(MIXED, **(LLAMA | {"num_q_heads": 28, "num_kv_heads": 4})),
+    Case(MIXED, **(LLAMA | {"head_dim": 96})),
+    Case(MIXED, **(LLAMA | {"head_dim": 72, "num_q_heads": 12, "num_kv_heads": 4})),
+    Case(MIXED, **(LLAMA | {"head_dim": 64, "num_q_heads": 64})),
+    Case(MANY, window=1100, sinks=0.5, page_size=128, **(LLAMA | {"head_dim": 64})),
+    Case(MIXED, **(LLAMA | {"head_dim": 256, "num_q_heads": 16, "num_kv_heads": 4})),
+    Case(MANY, window=1000, softcap=50.0, page_size=128,
+         **(LLAMA | {"head_dim": 256, "num_q_heads": 8, "num_kv_heads": 4, "dtype": FP16})),
+    Case(MIXED, **(LLAMA | {"head_dim": 192, "num_q_heads": 8})),
+]  # fmt: skip
+
+
+def launches():
+    return counters.snapshot().get("launches{kernel=hopper_prefill_kv8}", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_matches_reference(case):
+    needs_hopper()
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    outs = []
+    for _ in range(3):  # launches back to back: the counters must come back to zero
+        before = launches()
+        out, lse = attn.run(
+            batch.q, batch.kv_cache, out=torch.full_like(batch.q, 7.0), return_lse=True,
+            **batch.features,
+        )  # fmt: skip
+        assert launches() == before + 1
+        check(batch, out, lse)
+        assert (out[batch.num_tokens :] == 7.0).all()
+        assert attn._buffers.header[3:].tolist() == [0, 0]
+        outs.append(out[: batch.num_tokens])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES[2:21:4], ids=str)
+def test_the_plain_twin_agrees_on_the_same_plan(case):
+    needs_hopper()
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    fast, fast_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    before = launches()
+    attn.config = dataclasses.replace(attn.config, hopper_prefill=None)
+    plain, plain_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    assert launches() == before
+    check(batch, plain, plain_lse)
+    rows = slice(0, batch.num_tokens)
+    torch.testing.assert_close(fast[rows], plain[rows], rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_queries_keep_their_precision_beside_huge_ones():
+    """Rows are scaled for fp16 one by one: no row's range depends on its neighbours'."""
+    needs_hopper()
+    case = Case(((300, 200), (40, 0)), **LLAMA)
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    small, small_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    check(batch, small, small_lse)
+    loud = batch.q.clone()
+    loud[::3] *= 1e30
+    loud[1::6, ::2] = float("nan")
+    out, lse = attn.run(loud, batch.kv_cache, return_lse=True, **batch.features)
+    rows = torch.arange(2, batch.num_tokens, 3, device="cuda")
+    assert torch.equal(out[rows], small[rows])
+    assert torch.equal(lse[rows], small_lse[rows])
+    tiny = batch.q * 2.0**-60
+    out = attn.run(tiny, batch.kv_cache, scale=2.0**60 * 128**-0.5, **batch.features)
+    assert torch.equal(out[: batch.num_tokens], small[: batch.num_tokens])
+
+
+@pytest.mark.gpu
+def test_graphs_replay_with_other_scales():
+    needs_hopper()
+    case = Case(MIXED, **LLAMA)
+    batch = make_batch(case, "cuda")
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    out = torch.empty_like(batch.q)
+    attn.run(batch.q, batch.kv_cache, out=out, **batch.features)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attn.run(batch.q, batch.kv_cache, out=out, **batch.features)
+    for factor in (1.0, 0.5):
+        batch.features["k_scale"] *= factor
+        batch.features["v_scale"] *= 2 * factor
+        out.fill_(7.0)
+        graph.replay()
+        check(batch, out)

@@ -34,6 +34,8 @@ class Case:
         Keys a query may see, itself included; None is full causal attention.
     sinks : bool
         Whether every head has a learned sink logit in its softmax denominator.
+    softcap : float
+        Bound of the logits, by ``tanh``; 0 for none.
     kv_dtype : str
         ``bf16`` or ``fp8_e4m3``.
     prefix : int
@@ -52,6 +54,7 @@ class Case:
     head_dim: int = 128
     window: int | None = None
     sinks: bool = False
+    softcap: float = 0.0
     kv_dtype: str = "bf16"
     prefix: int = 0
     prefix_groups: int = 1
@@ -199,6 +202,8 @@ CASES: tuple[Case, ...] = (
     _prefill("pf_ragged", 13, 700, 4096, 257, 1999, 1, 3000, 64),
     _prefill("pf_d64_1x16k", 16384, **_D64),
     _prefill("pf_d256_1x8k", 8192, **_D256),
+    _prefill("pf_d96_1x16k", 16384, head_dim=96),
+    _prefill("pf_cap50_1x16k", 16384, softcap=50.0),
     _prefill("pf_sink_w128_1x8k", 8192, **_SINK),
     _prefill("pf_fp8_1x16k", 16384, **_FP8),
     _prefill("pf_fp8_8x2k", *(2048,) * 8, **_FP8),

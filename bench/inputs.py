@@ -231,7 +231,7 @@ def sampled_requests(case: Case) -> list[int]:
 
 
 def build_reference(inputs: CaseInputs) -> Reference:
-    """Compute sampled rows in fp64: softmax(q K^T * scale, sink) V under the causal mask."""
+    """Compute sampled rows in fp64: softmax(cap(q K^T * scale), sink) V under the causal mask."""
     case = inputs.case
     k_all, v_all = inputs.keys_values(0)
     group = case.num_q_heads // case.num_kv_heads
@@ -252,6 +252,8 @@ def build_reference(inputs: CaseInputs) -> Reference:
             k = k_all[span, head // group].to(torch.bfloat16).double()
             v = v_all[span, head // group].to(torch.bfloat16).double()
             scores = inputs.q[0][tokens[req] + index, head].double() @ k.T * inputs.scale
+            if case.softcap:
+                scores = case.softcap * (scores / case.softcap).tanh()
             scores = scores.masked_fill(hidden, -math.inf)
             norm = scores.logsumexp(-1, keepdim=True)
             if inputs.sinks is not None:

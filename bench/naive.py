@@ -40,8 +40,9 @@ class Naive(Provider):
         """Only whole prompts of equal lengths, causal and in bf16."""
         if case.q_lens != case.kv_lens or len(set(case.q_lens)) != 1:
             return "naive attention takes whole prompts of one length"
-        if case.sinks or case.window is not None or case.kv_itemsize == 1:
-            return "naive attention takes neither sinks, windows nor fp8"
+        shaped = case.sinks or case.softcap or case.window is not None
+        if shaped or case.kv_itemsize == 1:
+            return "naive attention takes neither sinks, soft caps, windows nor fp8"
         return None
 
     def candidates(self, case: Case, inputs: CaseInputs) -> dict[str, Candidate]:

@@ -158,6 +158,7 @@ class Tilewise(Provider):
                 out=inputs.out[copy],
                 plan=plan,
                 sinks=inputs.sinks,
+                softcap=case.softcap,
                 k_scale=one,
                 v_scale=one,
             )
@@ -214,6 +215,7 @@ class Fa3(Provider):
             "k_descale": ones,
             "v_descale": ones,
             "s_aux": inputs.sinks,
+            "softcap": case.softcap,
         }
 
     def _metadata(
@@ -234,6 +236,7 @@ class Fa3(Provider):
             page_size=page_size,
             causal=True,
             window_size=window,
+            has_softcap=case.softcap > 0,
             num_splits=splits,
         )
 
@@ -347,7 +350,7 @@ class TritonAttn(Provider):
             "causal": True,
             "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
             "block_table": cache.block_table,
-            "softcap": 0,
+            "softcap": case.softcap,
             "q_descale": one if fp8 else None,
             "k_descale": one.expand(case.num_reqs, case.num_kv_heads),
             "v_descale": one.expand(case.num_reqs, case.num_kv_heads),

@@ -24,8 +24,8 @@ from tilewise.bench.inputs import SPARE_PAGES, CaseInputs, copies_for
 
 NAMES = [
     "pf_1x16k", "pf_8x2k", "pf_32x512", "pf_chunk2k_64k", "pf_ragged", "pf_d64_1x16k",
-    "pf_d256_1x8k", "pf_sink_w128_1x8k", "pf_fp8_1x16k", "pf_fp8_8x2k", "mix_63x4k_2k_8k",
-    "mix_128x2k_2x2k", "dec_b1_1k",
+    "pf_d256_1x8k", "pf_d96_1x16k", "pf_cap50_1x16k", "pf_sink_w128_1x8k", "pf_fp8_1x16k",
+    "pf_fp8_8x2k", "mix_63x4k_2k_8k", "mix_128x2k_2x2k", "dec_b1_1k",
     "dec_b1_8k", "dec_b1_128k", "dec_b8_4k", "dec_b32_4k", "dec_b64_8k", "dec_b128_2k",
     "dec_b256_1k", "dec_b256_4k", "dec_ragged64", "dec_zipf_b32", "dec_zipf_b128",
     "dec_zipf_b256", "dec_d64_b64_4k", "dec_mqa_b32_8k", "dec_mha_b32_4k",
@@ -257,7 +257,15 @@ def test_requests_of_a_group_begin_with_the_same_pages(name, device):
 
 @pytest.mark.parametrize(
     "name",
-    ["dec_b8_4k", "dec_fp8_b8_4k", "dec_fp8_b64_8k", "dec_sink_w128_b64_32k", "pf_sink_w128_1x8k"],
+    [
+        "dec_b8_4k",
+        "dec_fp8_b8_4k",
+        "dec_fp8_b64_8k",
+        "dec_sink_w128_b64_32k",
+        "pf_d96_1x16k",
+        "pf_cap50_1x16k",
+        "pf_sink_w128_1x8k",
+    ],
 )
 def test_our_own_provider_passes_the_gate(name, device):
     case = shrink(BY_NAME[name], 40, 2)
@@ -392,7 +400,14 @@ def test_publishing_replaces_only_what_stands_between_the_markers(tmp_path):
         publish.main(options)
 
 
-SMOKED = ["dec_b8_4k", "dec_fp8_b8_4k", "dec_sink_w128_b64_32k", "pf_sink_w128_1x8k"]
+SMOKED = [
+    "dec_b8_4k",
+    "dec_fp8_b8_4k",
+    "dec_sink_w128_b64_32k",
+    "pf_d96_1x16k",
+    "pf_cap50_1x16k",
+    "pf_sink_w128_1x8k",
+]
 
 
 def test_smoke_needs_no_gpu_and_checks_results():

@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.launch import LOG2E, Descriptors, Logits
 from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
+from tilewise.kernels.powers import powers_asm, powers_constraints
 
 # Triton 3.8 names them anew and drops the old names later.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -168,12 +169,24 @@ def row_sums(p, BLOCK_N: gl.constexpr):
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
+_POWERS, _POWER_TIES = gl.constexpr(powers_asm(4, 2)), gl.constexpr(powers_constraints(4))
+
+
 @gluon.jit
-def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
-    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, CAPPED: gl.constexpr = False):
+    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN.
+
+    ``CAPPED`` says that logits are capped and none is masked: see ``tilewise.kernels.powers``.
+    """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
-    p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
+    p = s * of_rows(scale_log2) - gl.expand_dims(m_new, 1)
+    if CAPPED:
+        p = gl.inline_asm_elementwise(
+            _POWERS, _POWER_TIES, [p], dtype=gl.float32, is_pure=True, pack=4
+        )
+    else:
+        p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
     share = row_sums(p, BLOCK_N)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))

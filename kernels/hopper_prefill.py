@@ -263,6 +263,21 @@ def _scale_queries(raw_s, q_s, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
+def _products(q, k, zero, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Start q k^T; of padded heads over as many quarters of the columns as are needed."""
+    HALF: gl.constexpr = BLOCK_D // 2
+    k = k.permute((1, 0))
+    if HEAD_DIM > HALF + HALF // 2:
+        return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(
+            q.slice(0, HALF, dim=1), k.slice(0, HALF), zero, use_acc=False, is_async=True
+        )
+        q, k = q.slice(HALF, HALF // 2, dim=1), k.slice(HALF, HALF // 2)
+        return warpgroup_mma(q, k, s, is_async=True)
+
+
+@gluon.jit
 def _consumer(
     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s, v_s, v_slabs_s,
     tile_s,
@@ -306,7 +321,7 @@ def _consumer(
         else:
             scale, cap = scale_log2, cap_factor * factor
         mbarrier.wait(k_full.index(stage), (k_ring // STAGES) & 1)
-        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = _products(q, k_s.index(stage), zero, HEAD_DIM, BLOCK_D)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         k_ring += 1
@@ -340,9 +355,7 @@ def _consumer(
             for n in range(begin, end):
                 stage = k_ring % STAGES  # its K is there: waited for below
                 v_stage = v_ring % STAGES
-                s = warpgroup_mma(
-                    q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
+                s = _products(q, k_s.index(stage), zero, HEAD_DIM, BLOCK_D)
                 # Packed here and carried as fp32: a 16-bit tensor on the loop's back edge is
                 # unpacked and packed again, scalar by scalar, in every round.
                 p16 = gl.convert_layout(p.to(dtype), p_layout)
@@ -354,7 +367,8 @@ def _consumer(
                 if part != 1:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
+                CAPPED: gl.constexpr = cap_factor is not None and part == 1
+                p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, CAPPED)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends

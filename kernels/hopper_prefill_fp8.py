@@ -135,10 +135,15 @@ def _rotate(x, D: gl.constexpr, STEPS: gl.constexpr):
 @gluon.jit
 def _round_queries(q_s, q8_s, HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, ROTATED: gl.constexpr):
     """Round 64 rows of 16 bits to e4m3 in ``q8_s``; return each row's factor, a power of two."""
-    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM], [32, 1], [4, 1], [1, 0])
+    # A thread must hold whole rows to rotate them; else eight share a row, without conflicts.
+    layout: gl.constexpr = (
+        gl.BlockedLayout([1, HEAD_DIM], [32, 1], [4, 1], [1, 0])
+        if ROTATED
+        else gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    )
     wide = q_s.load(layout).to(gl.float32)
     if ROTATED:
-        wide = _rotate(wide.to(gl.float32), HEAD_DIM, STEPS)
+        wide = _rotate(wide, HEAD_DIM, STEPS)
         # Rounded as the plain kernel does.
         wide = wide.to(q_s.dtype).to(gl.float32)
     largest = gl.max(gl.maximum(wide, -wide), 1)

@@ -2,9 +2,9 @@
 
 Tiles, roles and maths are those of ``tilewise.kernels.hopper_prefill``, whose consumers run here
 as they are, and the contract that of ``tilewise.kernels.prefill``, the plain twin.  Between copies
-and consumers stands one more partition of two warps, ``_widener``: the copy engine fills rings of
-fp8 blocks, the widener turns each into fp16 in the ring that the consumers read, and arrives at the
-barriers at which they would otherwise wait for the copy engine.
+and consumers stand three more warps, ``_widener``: the copy engine fills rings of fp8 blocks, the wideners turn
+each into fp16 in the ring that the consumers read, and arrive at the barriers at which these would
+otherwise wait for the copy engine.
 
 fp16 holds both formats of fp8 exactly, NaN and infinities too, and one instruction makes two
 elements of it, where bf16 takes four.  So queries in bf16 become fp16 as well, each row scaled by a
@@ -29,32 +29,62 @@ from tilewise.kernels.hopper_prefill import TILE_FIELDS, _consumer, _producer, _
 from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
-WIDENERS = gl.constexpr(2)  # warps
-STRIP = gl.constexpr(16)  # rows that are widened at a time
+WIDENERS = gl.constexpr(3)  # warps, each a partition of its own
+STRIP = gl.constexpr(8)  # rows that a warp widens at a time, those of a swizzle
+
+
+@gluon.jit
+def _widen(words, E5M2: gl.constexpr):
+    """Words of four fp8 as twice as many words of two fp16, in order."""
+    if E5M2:
+        low, high = gl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e5m2x2 $0, a; cvt.rn.f16x2.e5m2x2 $1, b; }""",
+            "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = gl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
+            "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
 
 
 @gluon.jit
 def _widen_block(
-    narrow_s, wide_s, narrow_full, narrow_empty, full, empty, ring,
+    narrow_s, wide_s, narrow_full, narrow_empty, full, empty, ring, FIRST: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
-    NARROW_STAGES: gl.constexpr, WARPS: gl.constexpr,
+    NARROW_STAGES: gl.constexpr, E5M2: gl.constexpr,
 ):  # fmt: skip
-    """Turn the ``ring``-th block of keys or values into 16 bits as soon as there is room."""
-    # Eight elements a thread: 8 bytes of a row of 128 are read, 16 bytes, one place of the
-    # swizzle, written, both without conflicts of banks.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SLAB, SLAB // 8], [WARPS, 1], [1, 0])
-    SLABS: gl.constexpr = BLOCK_D // SLAB
+    """Turn a warp's strips of the ``ring``-th block into fp16 as soon as there is room.
+
+    Every third strip from ``FIRST`` on is its own.  A strip is eight rows of a column slab,
+    words of 32 bits; fp16 has slabs of 64 columns, fp8 of up to 128.
+    """
+    # Eight columns a thread: 16 bytes, one place of the swizzle, are written.
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+    STRIPS: gl.constexpr = BLOCK_N // STRIP  # of a slab
+    HALVES: gl.constexpr = SLAB // 64
+    COUNT: gl.constexpr = BLOCK_D // SLAB * STRIPS
     narrow_stage = ring % NARROW_STAGES
     stage = ring % STAGES
     mbarrier.wait(narrow_full.index(narrow_stage), (ring // NARROW_STAGES) & 1)
     mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
-    wide = wide_s.index(stage)
-    for slab in gl.static_range(SLABS):
-        narrow = narrow_s.index(narrow_stage * SLABS + slab)
-        for strip in gl.static_range(BLOCK_N // STRIP):
-            part = narrow.slice(strip * STRIP, STRIP).load(layout)
-            to = wide.slice(strip * STRIP, STRIP).slice(slab * SLAB, SLAB, dim=1)
-            to.store(part.to(wide_s.dtype))
+    source = narrow_s.index(narrow_stage * COUNT + FIRST)
+    left = source.slice(0, 16, dim=1).load(layout)
+    right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
+    for strip in range(FIRST, COUNT, WIDENERS):
+        # The next strip is on its way while this one is written.
+        source = narrow_s.index(narrow_stage * COUNT + gl.minimum(strip + WIDENERS, COUNT - 1))
+        next_left = source.slice(0, 16, dim=1).load(layout)
+        next_right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
+        to = (stage * (BLOCK_D // 64) + strip // STRIPS * HALVES) * STRIPS + strip % STRIPS
+        wide_s.index(to).store(_widen(left, E5M2))
+        if HALVES == 2:
+            wide_s.index(to + STRIPS).store(_widen(right, E5M2))
+        left = next_left
+        right = next_right
     fence_async_shared()
     partition_barrier()
     mbarrier.arrive(narrow_empty.index(narrow_stage))
@@ -63,32 +93,31 @@ def _widen_block(
 
 @gluon.jit
 def _widener(
-    narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, GROUP_PAD: gl.constexpr,
+    narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, PART: gl.constexpr, GROUP_PAD: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
-    NARROW_STAGES: gl.constexpr,
+    NARROW_STAGES: gl.constexpr, E5M2: gl.constexpr,
 ):  # fmt: skip
-    """Widen the keys and values of every tile, in the order in which they are copied."""
+    """Widen a third of the keys and values of every tile, in the order in which they are copied."""
     _, _, k8_full, k8_empty, v8_full, v8_empty, t_full, t_empty = narrow_bars
     _, _, k_full, k_empty, v_full, v_empty, _, _ = bars
     ring = 0
     done = 0
-    _, _, _, _, _, blocks, first_key = _read_tile(
-        tile_s, t_full, t_empty, 0, 0, GROUP_PAD, WIDENERS
-    )
+    _, _, _, _, _, blocks, first_key = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
     while blocks > 0:
         for _ in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
             _widen_block(
-                k8_s, k_s, k8_full, k8_empty, k_full, k_empty, ring,
-                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, WIDENERS,
+                k8_s, k_s, k8_full, k8_empty, k_full, k_empty, ring, PART,
+                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )  # fmt: skip
+            # Strips are no multiple of three: who has one more of keys has one less of values.
             _widen_block(
-                v8_s, v_s, v8_full, v8_empty, v_full, v_empty, ring,
-                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, WIDENERS,
+                v8_s, v_s, v8_full, v8_empty, v_full, v_empty, ring, WIDENERS - 1 - PART,
+                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )  # fmt: skip
             ring += 1
         done += 1
         _, _, _, _, _, blocks, first_key = _read_tile(
-            tile_s, t_full, t_empty, done, 0, GROUP_PAD, WIDENERS
+            tile_s, t_full, t_empty, done, 0, GROUP_PAD, 1
         )
 
 
@@ -130,17 +159,28 @@ def _hopper_prefill_kv8_kernel(
     v8_s = gl.allocate_shared_memory(f8, [blocks, BLOCK_N, SLAB], narrow_layout)
     k_pages_s = k8_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, SLAB], k_desc.layout)
     v_pages_s = v8_s._reinterpret(f8, [pieces, 1, 1, PAGE_ROWS, SLAB], v_desc.layout)
+    # The wideners see all of it as words, eight rows at a time.
+    narrow_words: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, SLAB // 4], gl.int32)
+    words: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STRIP, 32], gl.int32)
+    strips: gl.constexpr = BLOCK_N // STRIP
+    shape8: gl.constexpr = [blocks * strips, STRIP, SLAB // 4]
+    shape16: gl.constexpr = [STAGES * (BLOCK_D // 64) * strips, STRIP, 32]
+    k8_words_s = k8_s._reinterpret(gl.int32, shape8, narrow_words)
+    v8_words_s = v8_s._reinterpret(gl.int32, shape8, narrow_words)
+    k_words_s = k_s._reinterpret(gl.int32, shape16, words)
+    v_words_s = v_s._reinterpret(gl.int32, shape16, words)
+    E5M2: gl.constexpr = f8 == gl.float8e5
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     q_full, q_empty = barriers(2, 1), barriers(2, 1)
-    t_full, t_empty = barriers(2, 1), barriers(2, 3)
+    t_full, t_empty = barriers(2, 1), barriers(2, 2 + WIDENERS)
     narrow_bars = (
-        q_full, q_empty, barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1),
-        barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1), t_full, t_empty,
+        q_full, q_empty, barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, WIDENERS),
+        barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, WIDENERS), t_full, t_empty,
     )  # fmt: skip
     bars = (
-        q_full, q_empty, barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
-        barriers(STAGES, 2), t_full, t_empty,
+        q_full, q_empty, barriers(STAGES, WIDENERS), barriers(STAGES, 2),
+        barriers(STAGES, WIDENERS), barriers(STAGES, 2), t_full, t_empty,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -157,8 +197,16 @@ def _hopper_prefill_kv8_kernel(
                 STAGES, K_SCALE_STEP, V_SCALE_STEP,
             )),
             (_widener, (
-                narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, GROUP_PAD, BLOCK_N, BLOCK_D,
-                SLAB, STAGES, NARROW_STAGES,
+                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 0,
+                GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
+            )),
+            (_widener, (
+                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 1,
+                GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
+            )),
+            (_widener, (
+                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 2,
+                GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
@@ -167,8 +215,8 @@ def _hopper_prefill_kv8_kernel(
                 BLOCK_D, PAGE_SIZE, WINDOW, BLOCK_N, NARROW_STAGES, False, 1, SLAB,
             )),
         ],
-        [4, WIDENERS, 1],
-        [232, 40, 40],
+        [4, 1, 1, 1, 1],
+        [232, 40, 40, 40, 40],
     )  # fmt: skip
 
 

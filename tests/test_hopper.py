@@ -59,8 +59,8 @@ def check_budget(rows):
         # In each of the two consumers: one loop with masks, one without, and with a window
         # another one with.
         window = row.get("window", 0)
-        loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 30]
-        loops = [loop for loop in loops if loop["instructions"] < 900]
+        loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 15]
+        loops = [loop for loop in loops if 250 < loop["instructions"] < 900]
         assert len(loops) == (6 if window else 4), row
         for loop in loops:
             assert loop["LDL"] + loop["STL"] <= 2, row
@@ -68,8 +68,9 @@ def check_budget(rows):
         loops.sort(key=lambda loop: loop["instructions"])
         # The loops without masks do nearly all the work.
         for loop in loops[:2]:
-            # A cap is a product and a hyperbolic tangent more for each of a thread's 64 logits.
-            assert loop["instructions"] <= (620 if row.get("softcap") else 480), row
+            # A cap is a product and a hyperbolic tangent more for each of a thread's 64 logits,
+            # and half of the powers of two take eight instructions instead of one.
+            assert loop["instructions"] <= (830 if row.get("softcap") else 480), row
             assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
 
 

@@ -57,8 +57,6 @@ GPU_CASES = [
     Case(RAGGED, window=1, **LLAMA),
     Case(RAGGED, window=700, sinks=1.0, **(LLAMA | {"num_q_heads": 64})),
     Case(((1, -7), (3, -1), (1, 500)), **LLAMA),
-    Case(RAGGED, softcap=5.0, **LLAMA),
-    Case(RAGGED, softcap=50.0, window=700, sinks=1.0, **(LLAMA | {"num_q_heads": 64})),
     Case(((4, 9000), (4, 33), (3, 700)), decode_query_len=4, **LLAMA),
     Case(((16, 9000), (9, 64)), decode_query_len=8, **LLAMA),
     Case(((5, 2000), (1, 0)), **(LLAMA | {"num_q_heads": 8})),
@@ -66,6 +64,8 @@ GPU_CASES = [
     Case(((8, 4000), (7, 120)), decode_query_len=8, **MQA),
     Case(((2, 4000), (1, 64)), **(MQA | {"num_q_heads": 64})),
     Case(((1, 3000), (40, 100), (1, 64), (300, 0)), **LLAMA),
+    Case(RAGGED, softcap=5.0, **LLAMA),
+    Case(RAGGED, softcap=50.0, window=700, sinks=1.0, **(LLAMA | {"num_q_heads": 64})),
 ]
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.launch import LOG2E, Descriptors, Logits
 from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
-from tilewise.kernels.powers import powers_asm, powers_constraints
+from tilewise.kernels.soft_cap import T0, T1, capped_asm, capped_constraints
 
 # Triton 3.8 names them anew and drops the old names later.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -156,11 +156,15 @@ def soft_cap(s, cap_factor):
     The unit for it is right to 2**-11; logits that PyTorch caps in bf16 are rounded to 2**-9.
     """
     if cap_factor is not None:
-        s = gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [s * of_rows(cap_factor)], dtype=gl.float32,
-            is_pure=True, pack=1,
-        )  # fmt: skip
+        s = _tanh(s * of_rows(cap_factor))
     return s
+
+
+@gluon.jit
+def _tanh(x):
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -169,24 +173,57 @@ def row_sums(p, BLOCK_N: gl.constexpr):
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
-_POWERS, _POWER_TIES = gl.constexpr(powers_asm(4, 2)), gl.constexpr(powers_constraints(4))
+@gluon.jit
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
+    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.where(m_new - m > 8.0, m_new, m)
+    p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    share = row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
+    return p, m_new, sums, alpha
+
+
+_CAPPED_32, _CAPPED_TIES_32 = gl.constexpr(capped_asm(32)), gl.constexpr(capped_constraints(32))
+_CAPPED_64, _CAPPED_TIES_64 = gl.constexpr(capped_asm(64)), gl.constexpr(capped_constraints(64))
+_T0, _T1 = gl.constexpr(T0), gl.constexpr(T1)
 
 
 @gluon.jit
-def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, CAPPED: gl.constexpr = False):
-    """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN.
+def capped_softmax(s, m, sums, scale_log2, cap_factor, BLOCK_N: gl.constexpr, WIDE: gl.constexpr):
+    """``softmax(soft_cap(s, cap_factor), ...)`` where no logit is masked.
 
-    ``CAPPED`` says that logits are capped and none is masked: see ``tilewise.kernels.powers``.
+    Weights in bf16 (``WIDE``) have room below the maximum, so the largest magnitude, which is
+    looked for anyway, may stand for it.
     """
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    # Triton's own `abs` is an instruction, this one a modifier of the maximum's operand.
+    magnitude = gl.inline_asm_elementwise(
+        "abs.f32 $0, $1;", "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
+    )
+    largest = gl.max(magnitude, 1) * cap_factor
+    peak = largest
+    if not WIDE:
+        peak = gl.max(s, 1) * cap_factor
+    m_new = gl.maximum(m, _tanh(peak) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
-    p = s * of_rows(scale_log2) - gl.expand_dims(m_new, 1)
-    if CAPPED:
+    factor = scale_log2 * cap_factor
+    rows = [
+        s, -gl.expand_dims(m_new, 1), of_rows(factor * _T0),
+        of_rows(factor * (cap_factor * cap_factor * _T1)), of_rows(cap_factor),
+        of_rows(scale_log2), gl.expand_dims(largest, 1),
+    ]  # fmt: skip
+    if BLOCK_N == 128:
         p = gl.inline_asm_elementwise(
-            _POWERS, _POWER_TIES, [p], dtype=gl.float32, is_pure=True, pack=4
+            _CAPPED_64, _CAPPED_TIES_64, rows, dtype=gl.float32, is_pure=True, pack=64
         )
     else:
-        p = gl.exp2(p)
+        gl.static_assert(BLOCK_N == 64)
+        p = gl.inline_asm_elementwise(
+            _CAPPED_32, _CAPPED_TIES_32, rows, dtype=gl.float32, is_pure=True, pack=32
+        )
+    p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
     share = row_sums(p, BLOCK_N)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))

@@ -36,6 +36,7 @@ from tilewise.kernels.hopper_parts import (
     barriers,
     block_pages,
     capped_scales,
+    capped_softmax,
     clear_rows,
     copy_block,
     describe,
@@ -363,12 +364,16 @@ def _consumer(
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
-                s = soft_cap(s, cap)
                 if part != 1:
+                    s = soft_cap(s, cap)
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                CAPPED: gl.constexpr = cap_factor is not None and part == 1
-                p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, CAPPED)
+                if cap_factor is not None and part == 1:
+                    p, m, sums, alpha = capped_softmax(
+                        s, m, sums, scale, cap, BLOCK_N, dtype == gl.bfloat16
+                    )
+                else:
+                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends

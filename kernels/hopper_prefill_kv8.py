@@ -2,9 +2,9 @@
 
 Tiles, roles and maths are those of ``tilewise.kernels.hopper_prefill``, whose consumers run here
 as they are, and the contract that of ``tilewise.kernels.prefill``, the plain twin.  Between copies
-and consumers stand three more warps, ``_widener``: the copy engine fills rings of fp8 blocks, the wideners turn
-each into fp16 in the ring that the consumers read, and arrive at the barriers at which these would
-otherwise wait for the copy engine.
+and consumers stand two more warps, ``_widener``, one for keys, one for values: the copy engine
+fills rings of fp8 blocks, they turn each into fp16 in the ring that the consumers read, and arrive
+at the barriers at which these would otherwise wait for the copy engine.
 
 fp16 holds both formats of fp8 exactly, NaN and infinities too, and one instruction makes two
 elements of it, where bf16 takes four.  So queries in bf16 become fp16 as well, each row scaled by a
@@ -29,8 +29,7 @@ from tilewise.kernels.hopper_prefill import TILE_FIELDS, _consumer, _producer, _
 from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
-WIDENERS = gl.constexpr(3)  # warps, each a partition of its own
-STRIP = gl.constexpr(8)  # rows that a warp widens at a time, those of a swizzle
+STRIP = gl.constexpr(8)  # rows that are widened at a time, those of a swizzle
 
 
 @gluon.jit
@@ -52,71 +51,56 @@ def _widen(words, E5M2: gl.constexpr):
 
 
 @gluon.jit
-def _widen_block(
-    narrow_s, wide_s, narrow_full, narrow_empty, full, empty, ring, FIRST: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
-    NARROW_STAGES: gl.constexpr, E5M2: gl.constexpr,
+def _widener(
+    narrow_s, wide_s, narrow_full, narrow_empty, full, empty, tile_s, t_full, t_empty,
+    GROUP_PAD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr,
+    STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, E5M2: gl.constexpr,
 ):  # fmt: skip
-    """Turn a warp's strips of the ``ring``-th block into fp16 as soon as there is room.
+    """One warp: turn every tile's blocks of keys, or of values, into fp16 as soon as there is room.
 
-    Every third strip from ``FIRST`` on is its own.  A strip is eight rows of a column slab,
-    words of 32 bits; fp16 has slabs of 64 columns, fp8 of up to 128.
+    Both rings are strips of a column slab, in words of 32 bits; fp16 has slabs of 64 columns, fp8
+    of up to 128.
     """
     # Eight columns a thread: 16 bytes, one place of the swizzle, are written.
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
     STRIPS: gl.constexpr = BLOCK_N // STRIP  # of a slab
     HALVES: gl.constexpr = SLAB // 64
-    COUNT: gl.constexpr = BLOCK_D // SLAB * STRIPS
-    narrow_stage = ring % NARROW_STAGES
-    stage = ring % STAGES
-    mbarrier.wait(narrow_full.index(narrow_stage), (ring // NARROW_STAGES) & 1)
-    mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
-    source = narrow_s.index(narrow_stage * COUNT + FIRST)
-    left = source.slice(0, 16, dim=1).load(layout)
-    right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
-    for strip in range(FIRST, COUNT, WIDENERS):
-        # The next strip is on its way while this one is written.
-        source = narrow_s.index(narrow_stage * COUNT + gl.minimum(strip + WIDENERS, COUNT - 1))
-        next_left = source.slice(0, 16, dim=1).load(layout)
-        next_right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
-        to = (stage * (BLOCK_D // 64) + strip // STRIPS * HALVES) * STRIPS + strip % STRIPS
-        wide_s.index(to).store(_widen(left, E5M2))
-        if HALVES == 2:
-            wide_s.index(to + STRIPS).store(_widen(right, E5M2))
-        left = next_left
-        right = next_right
-    fence_async_shared()
-    partition_barrier()
-    mbarrier.arrive(narrow_empty.index(narrow_stage))
-    mbarrier.arrive(full.index(stage))
-
-
-@gluon.jit
-def _widener(
-    narrow_bars, bars, k8_s, v8_s, k_s, v_s, tile_s, PART: gl.constexpr, GROUP_PAD: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SLAB: gl.constexpr, STAGES: gl.constexpr,
-    NARROW_STAGES: gl.constexpr, E5M2: gl.constexpr,
-):  # fmt: skip
-    """Widen a third of the keys and values of every tile, in the order in which they are copied."""
-    _, _, k8_full, k8_empty, v8_full, v8_empty, t_full, t_empty = narrow_bars
-    _, _, k_full, k_empty, v_full, v_empty, _, _ = bars
     ring = 0
     done = 0
-    _, _, _, _, _, blocks, first_key = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
+    _, _, _, seq_len, _, blocks, first_key = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
     while blocks > 0:
+        # Rows past the sequence stay what they were: masked as keys, cleared as values.
+        keys_left = seq_len - (blocks - 1) * BLOCK_N
         for _ in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
-            _widen_block(
-                k8_s, k_s, k8_full, k8_empty, k_full, k_empty, ring, PART,
-                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
-            )  # fmt: skip
-            # Strips are no multiple of three: who has one more of keys has one less of values.
-            _widen_block(
-                v8_s, v_s, v8_full, v8_empty, v_full, v_empty, ring, WIDENERS - 1 - PART,
-                BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
-            )  # fmt: skip
+            strips = (gl.minimum(gl.maximum(keys_left, 0), BLOCK_N) + STRIP - 1) // STRIP
+            narrow_stage = ring % NARROW_STAGES
+            stage = ring % STAGES
+            mbarrier.wait(narrow_full.index(narrow_stage), (ring // NARROW_STAGES) & 1)
+            mbarrier.wait(empty.index(stage), ((ring // STAGES) & 1) ^ 1)
+            for slab in gl.static_range(BLOCK_D // SLAB):
+                begin = (narrow_stage * (BLOCK_D // SLAB) + slab) * STRIPS
+                to = (stage * (BLOCK_D // 64) + slab * HALVES) * STRIPS
+                source = narrow_s.index(begin)
+                left = source.slice(0, 16, dim=1).load(layout)
+                right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
+                for strip in range(strips):
+                    # The next strip is on its way while this one is written.
+                    source = narrow_s.index(begin + gl.minimum(strip + 1, STRIPS - 1))
+                    next_left = source.slice(0, 16, dim=1).load(layout)
+                    next_right = source.slice((HALVES - 1) * 16, 16, dim=1).load(layout)
+                    wide_s.index(to + strip).store(_widen(left, E5M2))
+                    if HALVES == 2:
+                        wide_s.index(to + STRIPS + strip).store(_widen(right, E5M2))
+                    left = next_left
+                    right = next_right
+            fence_async_shared()
+            partition_barrier()
+            mbarrier.arrive(narrow_empty.index(narrow_stage))
+            mbarrier.arrive(full.index(stage))
             ring += 1
+            keys_left = BLOCK_N
         done += 1
-        _, _, _, _, _, blocks, first_key = _read_tile(
+        _, _, _, seq_len, _, blocks, first_key = _read_tile(
             tile_s, t_full, t_empty, done, 0, GROUP_PAD, 1
         )
 
@@ -173,15 +157,13 @@ def _hopper_prefill_kv8_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
     q_full, q_empty = barriers(2, 1), barriers(2, 1)
-    t_full, t_empty = barriers(2, 1), barriers(2, 2 + WIDENERS)
-    narrow_bars = (
-        q_full, q_empty, barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, WIDENERS),
-        barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, WIDENERS), t_full, t_empty,
-    )  # fmt: skip
-    bars = (
-        q_full, q_empty, barriers(STAGES, WIDENERS), barriers(STAGES, 2),
-        barriers(STAGES, WIDENERS), barriers(STAGES, 2), t_full, t_empty,
-    )  # fmt: skip
+    t_full, t_empty = barriers(2, 1), barriers(2, 4)
+    k8_full, k8_empty = barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1)
+    v8_full, v8_empty = barriers(NARROW_STAGES, 1), barriers(NARROW_STAGES, 1)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    narrow_bars = (q_full, q_empty, k8_full, k8_empty, v8_full, v8_empty, t_full, t_empty)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty)
     gl.warp_specialize(
         [
             (_consumer, (
@@ -197,15 +179,11 @@ def _hopper_prefill_kv8_kernel(
                 STAGES, K_SCALE_STEP, V_SCALE_STEP,
             )),
             (_widener, (
-                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 0,
+                k8_words_s, k_words_s, k8_full, k8_empty, k_full, k_empty, tile_s, t_full, t_empty,
                 GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )),
             (_widener, (
-                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 1,
-                GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
-            )),
-            (_widener, (
-                narrow_bars, bars, k8_words_s, v8_words_s, k_words_s, v_words_s, tile_s, 2,
+                v8_words_s, v_words_s, v8_full, v8_empty, v_full, v_empty, tile_s, t_full, t_empty,
                 GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )),
             (_producer, (
@@ -215,8 +193,8 @@ def _hopper_prefill_kv8_kernel(
                 BLOCK_D, PAGE_SIZE, WINDOW, BLOCK_N, NARROW_STAGES, False, 1, SLAB,
             )),
         ],
-        [4, 1, 1, 1, 1],
-        [232, 40, 40, 40, 40],
+        [4, 1, 1, 1],
+        [232, 40, 40, 40],
     )  # fmt: skip
 
 

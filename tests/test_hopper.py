@@ -68,8 +68,7 @@ def check_budget(rows):
         loops.sort(key=lambda loop: loop["instructions"])
         # The loops without masks do nearly all the work.
         for loop in loops[:2]:
-            # A cap is a product and a hyperbolic tangent more for each of a thread's 64 logits,
-            # and half of the powers of two take eight instructions instead of one.
+            # A cap is two products more for each of a thread's 64 logits, in two versions.
             assert loop["instructions"] <= (830 if row.get("softcap") else 480), row
             assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
 

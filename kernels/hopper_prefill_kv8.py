@@ -69,9 +69,9 @@ def _widener(
     done = 0
     _, _, _, seq_len, _, blocks, first_key = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
     while blocks > 0:
-        # Rows past the sequence stay what they were: masked as keys, cleared as values.
-        keys_left = seq_len - (blocks - 1) * BLOCK_N
-        for _ in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
+        for n in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
+            # Rows past the sequence stay what they were: masked as keys, cleared as values.
+            keys_left = seq_len - (blocks - 1 - n) * BLOCK_N
             strips = (gl.minimum(gl.maximum(keys_left, 0), BLOCK_N) + STRIP - 1) // STRIP
             narrow_stage = ring % NARROW_STAGES
             stage = ring % STAGES
@@ -98,7 +98,6 @@ def _widener(
             mbarrier.arrive(narrow_empty.index(narrow_stage))
             mbarrier.arrive(full.index(stage))
             ring += 1
-            keys_left = BLOCK_N
         done += 1
         _, _, _, seq_len, _, blocks, first_key = _read_tile(
             tile_s, t_full, t_empty, done, 0, GROUP_PAD, 1

@@ -52,7 +52,8 @@ def check_budget(rows):
         assert row["shared_bytes"] <= 227 * 1024, row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
         # outside the loops only.
-        assert row["spill_bytes"] <= (1200 if row["head_dim"] == 256 else 800), row
+        most = 1200 if row["head_dim"] == 256 else 800
+        assert row["spill_bytes"] <= most + 100 * row.get("softcap", False), row
         assert row["wgmma"] >= 32, row
         assert row["tma"] >= 4, row
         assert row["setmaxnreg"] > 0, row

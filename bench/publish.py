@@ -24,7 +24,7 @@ HEADINGS = {
 
 KERNEL_NOTES = (
     "`-`: not measured in that run, or not computed by that backend; the file has the reason. "
-    "`pf_fp8_*` read an fp8 cache: our kernels convert it to bf16, tile by tile, unless "
+    "`pf_fp8_*` read an fp8 cache: our kernels convert it to 16 bits unless "
     "`TILEWISE_FP8_ATTENTION` allows *fp8 products* ([tuning](docs/tuning.md)); FA3 always takes "
     "fp8 products, and a query in fp8."
 )
@@ -49,12 +49,29 @@ def kernel_section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def later_runs(folder: Path, whole: dict[str, Any]) -> list[str]:
+    """Return a table for each ``kernels_*.json`` that is newer than the whole suite's.
+
+    It holds some cases, with peers of its own: cards differ.
+    """
+    found = []
+    for path in sorted(folder.glob("kernels_*.json")):
+        new = json.loads(path.read_text(encoding="utf-8"))
+        if new["env"]["date"] > whole["env"]["date"]:
+            where = f"`bench/results/{folder.name}/{path.name}`"
+            found.append(f"Measured since, on some cases. {describe(new['env'])} From {where}.")
+            found.append(kernel_section(new))
+    return found
+
+
 def earlier_runs(folder: Path, newest: dict[str, Any]) -> list[str]:
     """Return a sentence for each older ``kernels_*.json`` that holds what the newest leaves out."""
     found = []
     shown = {kind: {row[kind] for row in newest["rows"]} for kind in ("case", "provider")}
     for path in sorted(folder.glob("kernels_*.json")):
         old = json.loads(path.read_text(encoding="utf-8"))
+        if old["env"]["date"] > newest["env"]["date"]:
+            continue
         more = {kind: {row[kind] for row in old["rows"]} - names for kind, names in shown.items()}
         names = [HEADINGS[p] for p in HEADINGS if p in more["provider"]]
         names += [case.name for case in CASES if case.name in more["case"]]
@@ -128,6 +145,7 @@ def section(folder: Path) -> str:
             "",
             KERNEL_NOTES,
             "",
+            *(line for text in later_runs(folder, kernels) for line in (text, "")),
             *(line for text in earlier_runs(folder, kernels) for line in (text, "")),
             f"**`vllm bench serve`**, Llama 3.1 8B shape, {runs_text(serve)}. "
             f"{describe(serve['env'])} From {where}/serve.json`. "

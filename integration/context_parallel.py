@@ -369,13 +369,21 @@ def join_group(shards: Shards, parallel: Any) -> Group:
     Raises
     ------
     UnsupportedConfig
-        If vLLM's default exchange cannot take as many ranks.
+        If vLLM's default exchange cannot take as many ranks, or would not happen.
     """
     from vllm.distributed import get_dcp_group
     from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
 
     if parallel.dcp_comm_backend == "a2a":
         return Group(get_dcp_group(), dcp_a2a_lse_reduce)
+    nccl = getattr(get_dcp_group().device_communicator, "pynccl_comm", None)
+    if nccl is not None and nccl.disabled:
+        # Its reduce-scatter then returns memory that nobody has written, and says nothing.
+        raise UnsupportedConfig(
+            "decode context parallelism where vLLM has not loaded NCCL (no libnccl.so.2, or "
+            "VLLM_DISABLE_PYNCCL); accepted: with VLLM_NCCL_SO_PATH naming the library, or with "
+            "--dcp-comm-backend a2a"
+        )
     if shards.count & (shards.count - 1):
         raise UnsupportedConfig(
             f"--decode-context-parallel-size {shards.count}; accepted: a power of two, or any "

@@ -361,6 +361,9 @@ def why_not_hopper(geometry: Geometry, device: Device, window: int = 0) -> str |
     if d not in _HOPPER_TILES:
         smallest, *_, largest = _HOPPER_TILES
         return f"head_dim {geometry.head_dim} (accepted: {smallest // 2 + 8} to {largest})"
+    if geometry.head_dim * geometry.kv_element_size % 16:
+        # Values follow keys in a row of the cache: the copy engine cannot begin there.
+        return f"head_dim {geometry.head_dim} of an fp8 cache (accepted: multiples of 16)"
     if (why := _why_no_boxes(geometry, _hopper_tiles(geometry))) is not None:
         return why
     narrowest = HOPPER_WINDOWS[d]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -14,12 +15,22 @@ from pathlib import Path
 JOB_SCRIPT = Path(__file__).with_name("parallel_job.py")
 JOB_TIMEOUT = 360
 
-# Multicast over NVLink outlives a program that dies, on hosts that forbid it for that reason.
-NO_MULTICAST = {
+# Multicast over NVLink outlives a program that dies, on hosts that forbid it for that reason, and
+# FlashInfer's all-reduce is compiled for minutes at its first use.
+COLLECTIVES = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
+
+
+def find_nccl() -> dict[str, str]:
+    """Where NCCL is, for vLLM, which asks the loader alone and so misses a wheel's."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    found = [path for folder in folders for path in folder.glob("nccl/lib/libnccl.so.2")]
+    return {"VLLM_NCCL_SO_PATH": str(found[0])} if found else {}
 
 
 def run_jobs(
@@ -38,7 +49,8 @@ def run_jobs(
         (place / "metrics").mkdir(parents=True)
         (place / "job.json").write_text(json.dumps(job))
         environ = {
-            **NO_MULTICAST,
+            **COLLECTIVES,
+            **find_nccl(),
             **os.environ,
             "PYTHONPATH": path,
             "HF_HUB_OFFLINE": "1",

@@ -368,11 +368,28 @@ def test_several_kv_heads_a_rank_are_refused(device):
 
 
 def test_three_ranks_need_the_other_exchange(monkeypatch):
-    monkeypatch.setattr("vllm.distributed.get_dcp_group", lambda: "group", raising=False)
+    monkeypatch.setattr(
+        "vllm.distributed.get_dcp_group", lambda: SimpleNamespace(device_communicator=None)
+    )
     three = Shards(3, 0)
     with pytest.raises(UnsupportedConfig, match="size 3; accepted: a power of two"):
         context_parallel.join_group(three, SimpleNamespace(dcp_comm_backend="ag_rs"))
     context_parallel.join_group(three, SimpleNamespace(dcp_comm_backend="a2a"))
+
+
+def test_a_group_whose_exchange_would_not_happen_is_refused(monkeypatch):
+    """Without its NCCL communicator vLLM's reduce-scatter returns memory as it finds it."""
+    communicator = SimpleNamespace(pynccl_comm=SimpleNamespace(disabled=True))
+    group = SimpleNamespace(device_communicator=communicator)
+    monkeypatch.setattr("vllm.distributed.get_dcp_group", lambda: group)
+    two, reduce_scatter = Shards(2, 0), SimpleNamespace(dcp_comm_backend="ag_rs")
+    with pytest.raises(UnsupportedConfig, match=r"has not loaded NCCL .*VLLM_NCCL_SO_PATH"):
+        context_parallel.join_group(two, reduce_scatter)
+    context_parallel.join_group(two, SimpleNamespace(dcp_comm_backend="a2a"))
+    communicator.pynccl_comm.disabled = False
+    context_parallel.join_group(two, reduce_scatter)
+    communicator.pynccl_comm = None
+    context_parallel.join_group(two, reduce_scatter)
 
 
 def test_caches_that_every_rank_holds_whole_are_not_sharded(monkeypatch):

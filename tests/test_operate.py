@@ -153,8 +153,8 @@ def failed(name, backend="TILEWISE"):
         ([failed("cold")], "did not come up"),
         ([failed("read_only"), failed("read_only", "FLASH_ATTN")], None),
         ([failed("read_only"), started("read_only", "FLASH_ATTN")], "did not come up"),
-        ([failed("read_only_cache_root")], "did not come up"),
-        ([failed("read_only_cache_root"), failed("read_only_cache_root", "FLASH_ATTN")], "did not"),
+        ([failed("read_only_two_moved")], "did not come up"),
+        ([failed("read_only_two_moved"), failed("read_only_cache_root", "FLASH_ATTN")], "did not"),
         ([failed("read_only_all_moved"), failed("read_only_all_moved", "FLASH_ATTN")], "did not"),
     ],
 )

@@ -210,7 +210,7 @@ def test_a_layer_with_the_gluon_prefill_is_not_fused(monkeypatch):
     key = quant_utils.kFp8StaticTensorSym
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for arch, head_size, fused in ((90, 128, False), (90, 96, True), (100, 128, True)):
+    for arch, head_size, fused in ((90, 128, False), (90, 32, True), (100, 128, True)):
         device = policy.Device(arch, 132, 227 * 1024)
         monkeypatch.setattr(module, "describe", lambda _, device=device: device)
         layer = module.TilewiseImpl(HEADS, head_size, 0.1, KV_HEADS, None, None, "auto")

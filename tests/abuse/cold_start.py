@@ -175,7 +175,7 @@ def at_once(starts: Starts, _: list[str]) -> list[dict[str, Any]]:
 
 
 def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
-    """Each backend in a home that it cannot write, with none, one or all caches elsewhere."""
+    """Each backend in a home that it cannot write, with none, two or all caches elsewhere."""
     home = starts.home("read_only")
     home.chmod(0o555)
     if not is_read_only(home):
@@ -185,7 +185,9 @@ def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
         start = partial(starts.start, backend=backend, home=home, child_setup=obey_permissions)
         cache, moved = (starts.folder / f"{name}_{backend}" for name in ("cache", "moved"))
         every.append(partial(start, "read_only"))
-        every.append(partial(start, "read_only_cache_root", VLLM_CACHE_ROOT=str(cache)))
+        # vLLM imports FlashInfer for every backend, and the import makes a folder.
+        two = {"VLLM_CACHE_ROOT": str(cache), "FLASHINFER_WORKSPACE_BASE": str(cache)}
+        every.append(partial(start, "read_only_two_moved", **two))
         elsewhere = {name: str(moved / name.lower()) for name in MOVED}
         every.append(partial(start, "read_only_all_moved", **elsewhere))
     return starts.together(*every)

@@ -25,7 +25,8 @@ TITLES = {
     "warm": "the same caches again",
     "at_once": "two servers at once on one empty cache",
     "read_only": "a home that cannot be written",
-    "read_only_cache_root": "the same, `VLLM_CACHE_ROOT` elsewhere",
+    "read_only_two_moved": "the same, `VLLM_CACHE_ROOT` and `FLASHINFER_WORKSPACE_BASE` elsewhere",
+    "read_only_cache_root": "the same, `VLLM_CACHE_ROOT` alone elsewhere",
     "read_only_all_moved": "the same, every cache elsewhere",
 }
 SERVERS = {
@@ -38,12 +39,16 @@ SERVERS = {
 }
 
 
-def source_line(env: dict[str, Any], paths: list[str]) -> str:
-    """Where figures come from: GPU, versions, date, commit and files."""
-    links = ", ".join(f"[{Path(path).name}](../{path})" for path in paths)
+def source_line(env: dict[str, Any], path: str) -> str:
+    """Where figures come from: GPU, versions, date, commit and file."""
     versions = ", ".join(f"{name} {env.get(name)}" for name in ("vllm", "torch", "triton"))
     commit = str(env.get("commit") or "unknown")[:12]
-    return f"{env.get('gpu')} and {env.get('cpus')} CPU cores, {versions}, {env['date'][:10]}, commit {commit} ({links})."  # noqa: E501
+    load = env.get("load_average_at_end")
+    crowd = f", at the end a load of {load[0]:.0f}" if load else ""
+    return (
+        f"{env.get('gpu')} and {env.get('cpus')} CPU cores{crowd}, {versions}, {env['date'][:10]}, "
+        f"commit {commit} ([{Path(path).name}](../{path}))."
+    )
 
 
 def seconds(row: dict[str, Any], name: str) -> str:
@@ -76,7 +81,8 @@ def start_table(root: Path) -> str:
         *map(start_row, rows),
     ]
     problems = [f"- **failed**: {text}" for result in found for text in result["problems"]]
-    return "\n".join([*lines, "", source_line(found[0]["env"], paths), *problems])
+    sources = [f"- {source_line(r['env'], p)}" for r, p in zip(found, paths, strict=True)]
+    return "\n".join([*lines, "", *sources, *problems])
 
 
 def compiled(row: dict[str, Any]) -> str:
@@ -107,7 +113,7 @@ def jit_table(root: Path) -> str:
             lengths = f"{row['shortest']} to {row['longest']}"
             cells[3:] = [str(row["requests"]), lengths, str(row["largest_batch"])]
         lines.append(f"| {' | '.join([*cells, compiled(row)])} |")
-    return "\n".join([*lines, "", source_line(found["env"], [path])])
+    return "\n".join([*lines, "", source_line(found["env"], path)])
 
 
 REGIONS: list[tuple[str, str, Callable[[Path], str]]] = [

@@ -91,6 +91,7 @@ def compile_prefill(
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "BLOCK_D": geometry.block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
         "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages, "BESIDE": beside,
+        "WIDE_CAP": softcap and dtype == "bf16",
     }  # fmt: skip
     optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
     constants |= {name: None for name, on in optional.items() if not on}

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels.launch import LOG2E, Descriptors, Logits
 from tilewise.kernels.lazy_rescale import rescale_asm, rescale_constraints
-from tilewise.kernels.soft_cap import T0, T1, capped_asm, capped_constraints
+from tilewise.kernels.soft_cap import SMALL, T0, T1, capped_asm, capped_constraints
 
 # Triton 3.8 names them anew and drops the old names later.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -188,23 +188,25 @@ def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
 
 _CAPPED_32, _CAPPED_TIES_32 = gl.constexpr(capped_asm(32)), gl.constexpr(capped_constraints(32))
 _CAPPED_64, _CAPPED_TIES_64 = gl.constexpr(capped_asm(64)), gl.constexpr(capped_constraints(64))
-_T0, _T1 = gl.constexpr(T0), gl.constexpr(T1)
+_T0, _T1, _SMALL = gl.constexpr(T0), gl.constexpr(T1), gl.constexpr(SMALL)
 
 
 @gluon.jit
 def capped_softmax(s, m, sums, scale_log2, cap_factor, BLOCK_N: gl.constexpr, WIDE: gl.constexpr):
     """``softmax(soft_cap(s, cap_factor), ...)`` where no logit is masked.
 
-    Weights in bf16 (``WIDE``) have room below the maximum, so the largest magnitude, which is
-    looked for anyway, may stand for it.
+    Where weights have bf16's range and the cap is not large (``WIDE``), the largest magnitude,
+    which is looked for anyway, may stand for the maximum, up to two fifths of the cap: a row's
+    true maximum, at most the cap away from 0, is then 1.4 caps below at the most, or 0.6 above.
     """
     # Triton's own `abs` is an instruction, this one a modifier of the maximum's operand.
     magnitude = gl.inline_asm_elementwise(
         "abs.f32 $0, $1;", "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
     )
     largest = gl.max(magnitude, 1) * cap_factor
-    peak = largest
-    if not WIDE:
+    if WIDE:
+        peak = gl.minimum(largest, _SMALL)
+    else:
         peak = gl.max(s, 1) * cap_factor
     m_new = gl.maximum(m, _tanh(peak) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
@@ -258,6 +260,14 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
+
+
+def wide_cap(logits: Logits, dtype: torch.dtype) -> bool:
+    """Whether ``capped_softmax`` may be ``WIDE`` for weights of that dtype.
+
+    1.4 caps in powers of two leave 26 of fp32's normal range to small values then.
+    """
+    return dtype == torch.bfloat16 and 0 < logits.softcap <= 50.0
 
 
 def capped_scales(logits: Logits) -> tuple[float, float | None]:

@@ -51,6 +51,7 @@ from tilewise.kernels.hopper_parts import (
     softmax,
     tma_load,
     wait_for_the_launch_before,
+    wide_cap,
 )
 from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
@@ -286,7 +287,7 @@ def _consumer(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr,
+    K_SCALE_STEP: gl.constexpr, V_SCALE_STEP: gl.constexpr, WIDE_CAP: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ``GROUP`` of two: rows ``64 * GROUP .. 64 * GROUP + 64`` of every tile.
 
@@ -369,9 +370,7 @@ def _consumer(
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
                 if cap_factor is not None and part == 1:
-                    p, m, sums, alpha = capped_softmax(
-                        s, m, sums, scale, cap, BLOCK_N, dtype == gl.bfloat16
-                    )
+                    p, m, sums, alpha = capped_softmax(s, m, sums, scale, cap, BLOCK_N, WIDE_CAP)
                 else:
                     p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
                 k_ring += 1
@@ -430,7 +429,7 @@ def _hopper_prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     PAGE_SIZE: gl.constexpr, HAS_LSE: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BESIDE: gl.constexpr,
+    STAGES: gl.constexpr, BESIDE: gl.constexpr, WIDE_CAP: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(cap(scale * q k^T) + causal mask) v; grid = (SMs,), tiles from a counter."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -461,11 +460,13 @@ def _hopper_prefill_kernel(
                 out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
+                WIDE_CAP,
             )),
             (_consumer, (
                 out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
                 tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
+                WIDE_CAP,
             )),
             (_producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
@@ -535,6 +536,7 @@ def hopper_prefill_attention(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
         BLOCK_D=block_d, PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window,
         BLOCK_N=block_n, STAGES=num_stages, BESIDE=beside_decode,
+        WIDE_CAP=wide_cap(logits, q.dtype),
     )  # fmt: skip
     # A dependent launch that does not wait before it reads: decode has waited for what is read here
     # before it lets this launch start, and writes other rows.

@@ -10,7 +10,7 @@ hence assembly, as in ``tilewise.kernels.lazy_rescale``.
 
 # Minimax on [0, 0.4] for the relative error, 4e-4.
 T0, T1 = 0.99960169, -0.31317227
-SMALL = "0f3ECCCCCD"  # 0.4
+SMALL, SMALL_PTX = 0.4, "0f3ECCCCCD"
 
 
 def capped_asm(n: int) -> str:
@@ -33,8 +33,8 @@ def capped_asm(n: int) -> str:
     # A thread's registers alternate in pairs between its two rows.
     return (
         "{ .reg .pred p, q; .reg .f32 t; "
-        f"setp.gtu.f32 p, ${largest}, {SMALL}; "
-        f"setp.gtu.or.f32 p, ${largest + 2}, {SMALL}, p; "
+        f"setp.gtu.f32 p, ${largest}, {SMALL_PTX}; "
+        f"setp.gtu.or.f32 p, ${largest + 2}, {SMALL_PTX}, p; "
         "vote.sync.any.pred q, p, 0xffffffff; @q bra.uni SLOW; " + fast + "bra.uni DONE; "
         "SLOW: " + slow + "DONE: }"
     )

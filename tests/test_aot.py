@@ -132,7 +132,8 @@ FULL += [
     for page in (16, 64)
     for features in ((), ("window=1024",))
 ]
-FULL += [("prefill", "bf16", 90, d, 64, "twin") for d in (64, 128, 256)]
+FULL += [("prefill", "bf16", 90, d, 64, "twin") for d in (64, 96, 128, 192, 256)]
+FULL += [("prefill", "bf16", 90, d, 64, "twin", "e4m3") for d in (64, 96, 128, 256)]
 FULL += [
     (k, "bf16", arch, d, page, f)
     for k in ATTENTION

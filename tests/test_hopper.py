@@ -50,6 +50,7 @@ def compiled(variants, folder, old_triton=False):
 def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert not row["unset"], row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
         # outside the loops only.
         most = 1200 if row["head_dim"] == 256 else 800
@@ -209,6 +210,35 @@ def test_large_logits_and_growing_keys():
     plan_batch(attn, batch)
     before = hopper_launches()
     out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
+    assert hopper_launches() == before + 1
+    check(batch, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("sign", [-1.0, 1.0, 0.0])
+@pytest.mark.parametrize("softcap", [5.0, 50.0, 51.0, 1000.0])
+def test_rows_whose_capped_logits_are_all_alike(softcap, sign, dtype):
+    """All near minus the cap, or plus, or some here and some there: there is always a maximum."""
+    needs_hopper()
+    case = Case(((700, 900), (300, 0)), softcap=softcap, **(LLAMA | {"dtype": dtype}))
+    batch = make_batch(case, "cuda")
+    direction = torch.randn(128, generator=torch.Generator().manual_seed(3)).cuda()
+    direction *= (3 * softcap * 128**0.5) ** 0.5 / direction.norm()
+    for r, seq_len in enumerate(batch.lens):
+        at = torch.arange(seq_len, device="cuda")
+        pages = batch.block_table[r][at // case.page_size].long()
+        signs = torch.full((seq_len,), sign or 1.0, device="cuda")
+        if not sign:
+            # Keys of the first block that is computed, the last one, are below all others.
+            signs[-128:] = -1.0
+        keys = (signs[:, None] * direction).to(dtype)
+        batch.k_cache[pages, :, at % case.page_size] = keys[:, None].expand(-1, 8, -1)
+    batch.q[: batch.num_tokens] = direction.to(dtype)
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    before = hopper_launches()
+    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
     assert hopper_launches() == before + 1
     check(batch, out, lse)
 

@@ -22,6 +22,7 @@ VARIANTS = [
 def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert not row["unset"], row
         # As in the kernel for 16 bits, spills may stand outside the main loops only.
         assert row["spill_bytes"] <= 2400, row
         assert row["setmaxnreg"] > 0, row

@@ -26,6 +26,7 @@ _BENCHES = {
     "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
     "roofline": ("tilewise.bench.roofline", "plot our kernels below the card's measured ceilings"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
+    "targets": ("tilewise.bench.targets", "write the page of targets from the result files"),
     "splits": (
         "tilewise.bench.splits",
         "cut decodes in three ways, same kernel: time and idle SMs",

@@ -1,0 +1,222 @@
+"""``tilewise bench targets``: what we set out to reach, beside what the result files say.
+
+A target is a ratio of times in one run. Where it would take more than memory or the matrix units
+can give, less is asked: 0.95 of the floor, which is the layer's bytes at 4.4 TB/s and 4 µs, or 0.93
+of the run's bf16 matmul.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewise.bench.cases import CASES
+from tilewise.marked import replace_between, write_or_check
+
+BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
+BY_NAME = {case.name: case for case in CASES}
+FLOOR_TBPS, FLOOR_US = 4.4, 4.0
+OF_FLOOR = 0.95
+MATMUL_LIMIT, OF_MATMUL = 0.96, 0.93
+# The best of these is "the best peer", each at its best page size.
+PEERS = ("fa3", "fa3_best", "flashinfer", "triton_attn")
+NAMES = {
+    "fa3": "FA3", "fa3_best": "FA3 at its best", "flashinfer": "FlashInfer", "cudnn": "cuDNN",
+    "peer": "the best peer", "tilewise": "ours",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One wanted ratio.
+
+    Parameters
+    ----------
+    case : str
+        The case that is timed.
+    ratio : float
+        Least speed relative to ``other``.
+    other : str
+        A provider; ``peer``, the best of ``PEERS``; ``matmul`` or ``copy``, the run's ceilings.
+    against : str
+        Case that the other is timed on; empty: the same.
+    provider : str
+        Which of ours.
+    """
+
+    case: str
+    ratio: float
+    other: str
+    against: str = ""
+    provider: str = "tilewise"
+
+
+def _all() -> Iterator[tuple[str, Target]]:
+    """Areas and targets, in the order of the page."""
+    area = "prefill, head size 128"
+    for case in ("pf_1x16k", "pf_8x2k", "pf_chunk2k_64k"):
+        yield area, Target(case, 1.10, "fa3")
+        yield area, Target(case, 1.02, "fa3_best")
+        yield area, Target(case, 1.10, "flashinfer")
+    for case in ("pf_1x16k", "pf_8x2k"):
+        yield area, Target(case, 1.10, "cudnn")
+    yield area, Target("pf_1x16k", 0.92, "matmul")
+    for case in ("pf_ragged", "pf_32x512"):
+        yield area, Target(case, 1.08, "fa3")
+    area = "prefill, other shapes"
+    yield area, Target("pf_d64_1x16k", 1.05, "fa3")
+    yield area, Target("pf_d256_1x8k", 1.00, "fa3")
+    yield area, Target("pf_sink_w128_1x8k", 1.10, "fa3")
+    yield area, Target("pf_cap50_1x16k", 1 / 1.10, "tilewise", "pf_1x16k")
+    area = "mixed batches"
+    for case in ("mix_63x4k_2k_8k", "mix_128x2k_2x2k"):
+        yield area, Target(case, 1.15, "fa3")
+    area = "decode, 1 GB of keys and values or more"
+    for case in ("dec_b64_8k", "dec_b256_4k", "dec_mha_b32_4k"):
+        yield area, Target(case, 1.00, "peer")
+        yield area, Target(case, 1.00, "copy")
+    area = "decode"
+    for case in ("dec_b32_4k", "dec_b128_2k", "dec_b256_1k", "dec_b1_128k"):
+        yield area, Target(case, 1.04, "peer")
+    for case, ratio in (("dec_b8_4k", 1.20), ("dec_mqa_b32_8k", 1.20), ("dec_d64_b64_4k", 1.10)):
+        yield area, Target(case, ratio, "peer")
+    yield area, Target("dec_b1_8k", 1.30, "peer")
+    yield area, Target("dec_b1_1k", 1.30, "fa3")
+    yield area, Target("dec_b1_1k", 1.10, "peer")
+    yield area, Target("dec_sink_w128_b64_32k", 1.20, "peer")
+    area = "decode, ragged"
+    for case in ("dec_ragged64", "dec_zipf_b32", "dec_zipf_b128", "dec_zipf_b256"):
+        yield area, Target(case, 1.08, "peer")
+    area = "speculation"
+    for case in ("spec4_b32_32k", "spec8_b32_32k"):
+        yield area, Target(case, 1 / 1.10, "tilewise", "dec_b32_32k")
+        yield area, Target(case, 1.05, "fa3")
+    area = "fp8"
+    yield area, Target("dec_fp8_b256_4k", 1.25, "fa3")
+    yield area, Target("dec_fp8_b256_4k", 1.70, "tilewise", "dec_b256_4k")
+    yield area, Target("pf_fp8_1x16k", 1.25, "tilewise", "pf_1x16k", "tilewise_fp8")
+    yield area, Target("pf_fp8_1x16k", 1.00, "fa3", "", "tilewise_fp8")
+
+
+TARGETS: tuple[tuple[str, Target], ...] = tuple(_all())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target's outcome in one run.
+
+    Parameters
+    ----------
+    wanted, found : float
+        Ratios, or shares of a limit where ``limit`` names one.
+    limit : str
+        What the target was lowered to a share of; empty where it stands.
+    """
+
+    wanted: float
+    found: float
+    limit: str = ""
+
+    @property
+    def met(self) -> bool:
+        """Whether it was reached."""
+        return self.found >= self.wanted
+
+
+def judge(target: Target, result: dict[str, Any]) -> Verdict | None:
+    """Return what a run says of a target; None where it measured too little."""
+    times = {(row["case"], row["provider"]): row.get("median_us") for row in result["rows"]}
+    ours = times.get((target.case, target.provider))
+    if not ours:
+        return None
+    case, env = BY_NAME[target.case], result["env"]
+    matmul, copy = env.get("matmul_tflops"), env.get("copy_tbps")
+    if target.other == "copy":
+        return Verdict(target.ratio, case.bytes_moved / ours / 1e6 / copy) if copy else None
+    if target.other == "matmul":
+        return Verdict(target.ratio, case.flops / ours / 1e6 / matmul) if matmul else None
+    other = target.against or target.case
+    names = PEERS if target.other == "peer" else (target.other,)
+    found = [time for name in names if (time := times.get((other, name)))]
+    if not found:
+        return None
+    theirs = min(found)
+    if target.other != "tilewise":
+        asked = theirs / target.ratio
+        floor = case.bytes_moved / FLOOR_TBPS / 1e6 + FLOOR_US
+        if case.kind == "decode" and asked < floor:
+            return Verdict(OF_FLOOR, floor / ours, "the floor")
+        bf16 = case.kv_itemsize == 2
+        if matmul and bf16 and case.flops / asked / 1e6 > MATMUL_LIMIT * matmul:
+            return Verdict(OF_MATMUL, case.flops / ours / 1e6 / matmul, "matmul")
+    return Verdict(target.ratio, theirs / ours)
+
+
+def latest(folder: Path) -> list[dict[str, Any]]:
+    """Return the whole suite's run, then the others' from the newest on."""
+    whole = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    paths = folder.glob("kernels_*.json")
+    others = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [whole, *sorted(others, key=lambda run: run["env"]["date"], reverse=True)]
+
+
+def wanted_text(target: Target, verdict: Verdict | None) -> str:
+    """What is wanted, in words."""
+    if target.other in ("matmul", "copy"):
+        return f"{target.ratio:.2f} of {target.other}"
+    name = NAMES[target.other]
+    name += f" on {target.against}" if target.against else ""
+    text = f"{target.ratio:.2f} times {name}"
+    if verdict is not None and verdict.limit:
+        text += f"; that passes {verdict.limit}, so {verdict.wanted:.2f} of it"
+    return text
+
+
+def section(folder: Path) -> str:
+    """Return the table of all targets, and how many are met."""
+    runs = latest(folder)
+    lines, met, missed, area = [], 0, 0, ""
+    for name, target in TARGETS:
+        if name != area:
+            area = name
+            lines += [
+                "",
+                f"**{area}**",
+                "",
+                "| case | wanted | found | run | |",
+                "|---|---|---:|---|---|",
+            ]
+        judged = ((verdict, run) for run in runs if (verdict := judge(target, run)) is not None)
+        found, run = next(judged, (None, runs[0]))
+        case = target.case + (" (fp8 products)" if target.provider == "tilewise_fp8" else "")
+        if found is None:
+            lines.append(f"| {case} | {wanted_text(target, None)} | not measured | | |")
+            continue
+        met, missed = met + found.met, missed + (not found.met)
+        commit = str(run["env"]["commit"])[:10]
+        lines.append(
+            f"| {case} | {wanted_text(target, found)} | {found.found:.3f} | {commit} | "
+            f"{'met' if found.met else '**missed**'} |"
+        )
+    head = f"{met} of {met + missed} met. Made by `tilewise bench targets`; do not edit."
+    return "\n".join([head, *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the page's section; with ``--check`` only say whether it is up to date."""
+    parser = argparse.ArgumentParser(prog="tilewise bench targets", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--doc", type=Path, default=Path("docs/targets.md"))
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    args = parser.parse_args(argv)
+    text = args.doc.read_text(encoding="utf-8")
+    new = replace_between(text, BEGIN, END, section(args.results))
+    return write_or_check(args.doc, text, new, str(args.results), args.check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

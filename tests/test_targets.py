@@ -1,0 +1,103 @@
+"""Targets: the rule by which they are lowered, and the page that shows them."""
+
+import json
+import shutil
+
+import pytest
+
+from tilewise.bench import targets
+from tilewise.bench.cases import CASES
+from tilewise.bench.targets import BY_NAME, TARGETS, Target, judge
+
+ENV = {"matmul_tflops": 700.0, "copy_tbps": 4.25, "commit": "abc", "date": "2026-11-30"}
+
+
+def run(times, **env):
+    rows = [{"case": c, "provider": p, "median_us": t} for (c, p), t in times.items()]
+    return {"env": ENV | env, "rows": rows}
+
+
+def test_every_case_is_one_of_the_suite():
+    names = {case.name for case in CASES}
+    for _, target in TARGETS:
+        assert target.case in names
+        assert not target.against or target.against in names
+
+
+def test_a_ratio_that_is_within_reach_stands():
+    times = {("dec_b1_8k", "tilewise"): 12.0, ("dec_b1_8k", "fa3"): 18.0}
+    verdict = judge(Target("dec_b1_8k", 1.3, "fa3"), run(times))
+    assert (verdict.wanted, verdict.found, verdict.limit) == (1.3, 1.5, "")
+    assert verdict.met
+    # Not a hair less.
+    times["dec_b1_8k", "fa3"] = 15.599
+    assert not judge(Target("dec_b1_8k", 1.3, "fa3"), run(times)).met
+
+
+def test_the_best_peer_counts():
+    times = {("dec_b1_8k", "tilewise"): 12.0, ("dec_b1_8k", "fa3"): 18.0}
+    times["dec_b1_8k", "flashinfer"] = 16.5
+    times["dec_b1_8k", "cudnn"] = 1.0
+    assert judge(Target("dec_b1_8k", 1.3, "peer"), run(times)).found == 1.375
+
+
+def test_nobody_reads_faster_than_memory_gives():
+    case = BY_NAME["dec_b8_4k"]
+    floor = case.bytes_moved / 4.4e6 + 4
+    times = {("dec_b8_4k", "tilewise"): floor / 0.96, ("dec_b8_4k", "fa3"): floor * 1.1}
+    verdict = judge(Target("dec_b8_4k", 1.2, "fa3"), run(times))
+    assert (verdict.wanted, verdict.limit) == (0.95, "the floor")
+    assert verdict.found == pytest.approx(0.96)
+    times["dec_b8_4k", "tilewise"] = floor / 0.94
+    assert not judge(Target("dec_b8_4k", 1.2, "fa3"), run(times)).met
+
+
+def test_nor_multiplies_faster_than_a_matmul():
+    case = BY_NAME["pf_d256_1x8k"]
+    of_matmul = case.flops / 700e6  # us
+    times = {("pf_d256_1x8k", "tilewise"): of_matmul / 0.94, ("pf_d256_1x8k", "fa3"): of_matmul}
+    verdict = judge(Target("pf_d256_1x8k", 1.0, "fa3"), run(times))
+    assert (verdict.wanted, verdict.limit) == (0.93, "matmul")
+    assert verdict.met
+    times["pf_d256_1x8k", "fa3"] = of_matmul / 0.95
+    assert judge(Target("pf_d256_1x8k", 1.0, "fa3"), run(times)).limit == ""
+
+
+def test_ceilings_and_our_own_times():
+    times = {("pf_1x16k", "tilewise"): 3000.0, ("pf_cap50_1x16k", "tilewise"): 3300.0}
+    capped = judge(Target("pf_cap50_1x16k", 1 / 1.1, "tilewise", "pf_1x16k"), run(times))
+    assert capped.found == pytest.approx(1 / 1.1)
+    matmul = judge(Target("pf_1x16k", 0.92, "matmul"), run(times))
+    assert matmul.found == pytest.approx(BY_NAME["pf_1x16k"].flops / 3000e6 / 700)
+    assert judge(Target("pf_1x16k", 0.92, "matmul"), run(times, matmul_tflops=None)) is None
+
+
+@pytest.mark.parametrize("missing", ["tilewise", "fa3"])
+def test_what_was_not_measured_is_neither_met_nor_missed(missing):
+    times = {("dec_b1_8k", "tilewise"): 12.0, ("dec_b1_8k", "fa3"): 18.0}
+    times["dec_b1_8k", missing] = None
+    assert judge(Target("dec_b1_8k", 1.3, "fa3"), run(times)) is None
+
+
+def test_a_run_that_lacks_a_case_leaves_it_to_the_newest_other(tmp_path):
+    def write(name, date, time):
+        times = {("pf_1x16k", "tilewise"): 3000.0, ("pf_cap50_1x16k", "tilewise"): time}
+        (tmp_path / name).write_text(json.dumps(run(times, date=date, commit=name)))
+
+    write("kernels.json", "2026-11-02", None)
+    write("kernels_a.json", "2026-11-01", 3100.0)
+    write("kernels_b.json", "2026-11-03", 3600.0)
+    (line,) = [x for x in targets.section(tmp_path).splitlines() if "pf_cap50" in x]
+    assert line.split(" | ")[2:] == ["0.833", "kernels_b.", "**missed** |"]
+
+
+def test_the_page_shows_the_published_results(tmp_path, request):
+    root = request.config.rootpath
+    options = ["--results", str(root / "bench/results/h200")]
+    assert targets.main([*options, "--doc", str(root / "docs/targets.md"), "--check"]) == 0
+    page = tmp_path / "targets.md"
+    shutil.copy(root / "docs/targets.md", page)
+    page.write_text(page.read_text().replace("met. Made by", "met, nearly. Made by"))
+    assert targets.main([*options, "--doc", str(page), "--check"]) == 1
+    assert targets.main([*options, "--doc", str(page)]) == 0
+    assert targets.main([*options, "--doc", str(page), "--check"]) == 0

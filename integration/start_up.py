@@ -28,6 +28,7 @@ from tilewise.integration.self_check_inputs import (
     make_spans,
 )
 from tilewise.integration.spans import is_clamped
+from tilewise.kernels.soft_cap import is_served, wide_cap
 from tilewise.settings import load_settings
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def prepare_encoder(builder: TilewiseMetadataBuilder, layer: Any) -> None:
     attn = next((x for x in builder.every_attn if x.window == impl.window), builder.attn)
     kind = (
         attn.device, attn.dtype, attn.config, attn.max_num_reqs, builder.quantises_output,
-        bool(impl.soft_cap), _pointer(impl.sinks),
+        *_cap(attn, impl), _pointer(impl.sinks),
     )  # fmt: skip
     builder.is_warm = True
     if not _is_cuda(attn) or kind in _compiled:
@@ -203,9 +204,15 @@ def _kind(builder: TilewiseMetadataBuilder, layer: Any, kv_cache: torch.Tensor) 
         tuple(kv_cache.shape[1:]), kv_cache.stride(), _pointer(kv_cache),
         has_spans(impl, layer), is_clamped(layer), builder.quantises_output,
         builder.causal_kinds,
-        bool(impl.soft_cap), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
+        *_cap(attn, impl), _pointer(impl.sinks), _pointer(impl.alibi_slopes), impl.alibi_sqrt,
         scales, impl.rotated_keys,
     )  # fmt: skip
+
+
+def _cap(attn: PagedAttention, impl: Any) -> tuple[bool, ...]:
+    """What kernels are chosen and compiled for of a layer's cap, whose value they are given."""
+    softcap = impl.soft_cap or 0.0
+    return bool(softcap), wide_cap(softcap, attn.dtype), is_served(softcap, impl.scale)
 
 
 def _pointer(x: torch.Tensor | None) -> tuple[Any, ...]:

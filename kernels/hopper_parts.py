@@ -192,8 +192,13 @@ _T0, _T1, _SMALL = gl.constexpr(T0), gl.constexpr(T1), gl.constexpr(SMALL)
 
 
 @gluon.jit
-def capped_softmax(s, m, sums, scale_log2, cap_factor, BLOCK_N: gl.constexpr, WIDE: gl.constexpr):
+def capped_softmax(
+    s, m, sums, scale_log2, cap_factor, rows_left, GROUP_PAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
     """``softmax(soft_cap(s, cap_factor), ...)`` where no logit is masked.
+
+    Rows of other requests have no say in what is chosen: bits must not depend on neighbours.
 
     Where weights have bf16's range and the cap is not large (``WIDE``), the largest magnitude,
     which is looked for anyway, may stand for the maximum, up to two fifths of the cap: a row's
@@ -204,6 +209,8 @@ def capped_softmax(s, m, sums, scale_log2, cap_factor, BLOCK_N: gl.constexpr, WI
         "abs.f32 $0, $1;", "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
     )
     largest = gl.max(magnitude, 1) * cap_factor
+    row = gl.arange(0, ROWS, largest.type.layout)
+    largest = gl.where(row // GROUP_PAD < rows_left, largest, 0.0)
     if WIDE:
         peak = gl.minimum(largest, _SMALL)
     else:
@@ -211,9 +218,9 @@ def capped_softmax(s, m, sums, scale_log2, cap_factor, BLOCK_N: gl.constexpr, WI
     m_new = gl.maximum(m, _tanh(peak) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
     factor = scale_log2 * cap_factor
+    cubic = gl.maximum(factor * (cap_factor * cap_factor * _T1), -1e37)  # times 0 must be 0
     rows = [
-        s, -gl.expand_dims(m_new, 1), of_rows(factor * _T0),
-        of_rows(factor * (cap_factor * cap_factor * _T1)), of_rows(cap_factor),
+        s, -gl.expand_dims(m_new, 1), of_rows(factor * _T0), of_rows(cubic), of_rows(cap_factor),
         of_rows(scale_log2), gl.expand_dims(largest, 1),
     ]  # fmt: skip
     if BLOCK_N == 128:
@@ -260,14 +267,6 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
-
-
-def wide_cap(logits: Logits, dtype: torch.dtype) -> bool:
-    """Whether ``capped_softmax`` may be ``WIDE`` for weights of that dtype.
-
-    1.4 caps in powers of two leave 26 of fp32's normal range to small values then.
-    """
-    return dtype == torch.bfloat16 and 0 < logits.softcap <= 50.0
 
 
 def capped_scales(logits: Logits) -> tuple[float, float | None]:

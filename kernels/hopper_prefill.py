@@ -51,10 +51,10 @@ from tilewise.kernels.hopper_parts import (
     softmax,
     tma_load,
     wait_for_the_launch_before,
-    wide_cap,
 )
 from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
+from tilewise.kernels.soft_cap import wide_cap
 
 TILE_FIELDS = gl.constexpr(7)
 
@@ -244,8 +244,9 @@ def _read_tile(
 def _scale_queries(raw_s, q_s, BLOCK_D: gl.constexpr):
     """Turn 64 rows of bf16 into fp16 where they lie; return each row's factor, a power of two.
 
-    The largest of a row comes to 2**14.  What is below 2**-28 of it loses bits, which is too little
-    to move a logit.
+    The largest of a row comes to 2**14, or one below 2**-63 to less.  What is below 2**-28 of it
+    loses bits, which is too little to move a logit.  No factor is so small that with the scales it
+    might come to 0, which would make masked logits no numbers.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     largest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -253,7 +254,7 @@ def _scale_queries(raw_s, q_s, BLOCK_D: gl.constexpr):
         x = raw_s.slice(slab * 64, 64, dim=1).load(layout).to(gl.float32)
         largest = gl.maximum(largest, gl.max(gl.maximum(x, -x), 1))
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = gl.minimum(gl.maximum(exponent, 15), 253)
+    exponent = gl.minimum(gl.maximum(exponent, 64), 253)
     inverse = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
     for slab in gl.static_range(BLOCK_D // 64):
         x = raw_s.slice(slab * 64, 64, dim=1).load(layout).to(gl.float32)
@@ -370,7 +371,9 @@ def _consumer(
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
                 if cap_factor is not None and part == 1:
-                    p, m, sums, alpha = capped_softmax(s, m, sums, scale, cap, BLOCK_N, WIDE_CAP)
+                    p, m, sums, alpha = capped_softmax(
+                        s, m, sums, scale, cap, rows_left, GROUP_PAD, BLOCK_N, WIDE_CAP
+                    )
                 else:
                     p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
                 k_ring += 1
@@ -536,7 +539,7 @@ def hopper_prefill_attention(
         NUM_KV_HEADS=kv.num_kv_heads, GROUP_SIZE=group_size, GROUP_PAD=group_pad, HEAD_DIM=head_dim,
         BLOCK_D=block_d, PAGE_SIZE=page_size, HAS_LSE=lse is not None, WINDOW=window,
         BLOCK_N=block_n, STAGES=num_stages, BESIDE=beside_decode,
-        WIDE_CAP=wide_cap(logits, q.dtype),
+        WIDE_CAP=wide_cap(logits.softcap, q.dtype),
     )  # fmt: skip
     # A dependent launch that does not wait before it reads: decode has waited for what is read here
     # before it lets this launch start, and writes other rows.

@@ -13,6 +13,7 @@ from tilewise.kernels.decode import decode_attention
 from tilewise.kernels.launch import KvCache, Logits
 from tilewise.kernels.prefill import prefill_attention
 from tilewise.kernels.prefix_decode import prefix_decode_attention
+from tilewise.kernels.soft_cap import is_served
 from tilewise.plan import Plan
 
 
@@ -174,11 +175,12 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
 def _for_gluon(plan: Plan, layer: Layer) -> bool:
     """Whether a layer is one for the Gluon kernels: for both of a batch, or for none.
 
-    A batch they take, logits without ALiBi, an output in the queries' dtype, addresses that the
-    copy engine takes.
+    A batch they take, logits without ALiBi and with a usual cap, an output in the queries' dtype,
+    addresses that the copy engine takes.
     """
-    unbiased = layer.logits.alibi_slopes is None
-    simple = unbiased and plan.why_plain is None and layer.out_scale is None
+    logits = layer.logits
+    usual = logits.alibi_slopes is None and is_served(logits.softcap, logits.scale)
+    simple = usual and plan.why_plain is None and layer.out_scale is None
     # Outputs are stored one by one, but start-up compiles for rows of 16 bytes only.
     return layer.use_tma and simple and _aligned_rows(layer.q, layer.out)
 

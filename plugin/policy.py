@@ -145,6 +145,12 @@ class Config:
                 f"fp8_dot={self.fp8_dot!r}; accepted: {', '.join(map(repr, FP8_DOTS))}"
             )
         t = self.prefill
+        gluon = self.hopper_prefill
+        if gluon and (self.geometry.kv_element_size == 1) != (gluon.narrow_stages > 0):
+            raise UnsupportedConfig(
+                f"hopper_prefill.narrow_stages={gluon.narrow_stages}; accepted: 1 and more for an "
+                f"fp8 cache, else 0"
+            )
         for name in ("hopper_prefill", "hopper_prefill_fp8"):
             if getattr(self, name) and t.block_m != HOPPER_ROWS:
                 raise UnsupportedConfig(

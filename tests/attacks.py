@@ -26,6 +26,8 @@ MODELS = {
     "gemma": GEMMA,
     "fp8": LLAMA_FP8,
     "kv8": LLAMA_KV8,
+    "capped": LLAMA | {"softcap": 50.0},
+    "capped_kv8": LLAMA_KV8 | {"softcap": 30.0},
 }
 
 

@@ -149,12 +149,20 @@ def test_tensors_of_too_few_rows_are_refused(what):
 
 
 @pytest.mark.parametrize("poison", [NAN, float("inf"), 3e38], ids=["nan", "inf", "huge"])
-@pytest.mark.parametrize("model", ["llama", "qwen", "gemma", "fp8", "kv8"])
+@pytest.mark.parametrize(
+    "model", ["llama", "qwen", "gemma", "fp8", "kv8", "capped", "capped_fp16", "capped_kv8"]
+)
 def test_poisoned_queries_of_one_request_leave_others_bits(model, poison):
-    """Boxes reach into the next request's rows: these are computed, and matter to nobody."""
-    given = MODELS[model]
+    """Boxes reach into the next request's rows: these are computed, and matter to nobody.
+
+    Of capped logits a warp computes all rows in one of two ways, which differ in bits.
+    """
+    fp16 = LLAMA | {"dtype": FP16, "softcap": 50.0}
+    given = fp16 if model == "capped_fp16" else MODELS[model]
+    poison = min(poison, 6e4) if model == "capped_fp16" and poison == 3e38 else poison
     group = given["num_q_heads"] // given["num_kv_heads"]
-    batch, attn = prepared(Case(ragged(70, group, 16, 300, decodes=False), **given))
+    # Past a block of keys or more, where none is masked.
+    batch, attn = prepared(Case(ragged(70, group, 16, 900, decodes=False), **given))
     wanted, wanted_lse = (x.clone() for x in run_gluon(attn, batch))
     for r, (begin, end) in enumerate(itertools.pairwise(batch.qsl)):
         if r % 2:
@@ -329,3 +337,29 @@ def test_lengths_and_table_at_odd_addresses_give_the_same_bits(model):
     out, lse = run_gluon(attn, batch)
     assert torch.equal(out[: batch.num_tokens], wanted)
     assert torch.equal(lse[: batch.num_tokens], wanted_lse)
+
+
+@pytest.mark.parametrize("model", ["kv8", "capped_kv8"])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-20])
+def test_rows_of_next_to_nothing_see_all_keys_alike(model, size):
+    """Their factor times a small scale of keys must not come to 0: masked logits are -inf."""
+    batch, attn = prepared(Case(((70, 300), (129, 0)), **MODELS[model]))
+    batch.q[::3] = size
+    heads = batch.case.num_kv_heads
+    batch.features["k_scale"] = torch.full((heads,), 1e-7, device=DEVICE)
+    out, lse = run_gluon(attn, batch)
+    check(batch, out, lse)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("softcap", [0.1, 60.0, 2048.0, 3e3, 1e5])
+def test_any_cap_matches_reference(softcap, dtype):
+    """Small ones, which all logits reach, and large ones, whose error in 2**x would leave fp16."""
+    case = Case(ragged(71, 4, 8, 700), **(LLAMA | {"dtype": dtype, "softcap": softcap}))
+    batch, attn = prepared(case)
+    for size in (1.0, 40.0):
+        batch.q *= size
+        before = gluon_launches()
+        out, _ = run(attn, batch)
+        assert (gluon_launches() > before) == (softcap <= 2048.0)
+        check(batch, out)  # the sum of weights errs with the logits: no LSE

@@ -43,7 +43,7 @@ def _needs_hopper():
 
 SHORT = {  # many tiles of one or two blocks a program: queries are handed over most often
     "llama": (200, 40), "qwen": (160, 40), "gpt_oss": (200, 40), "gemma": (100, 20),
-    "fp8": (200, 40), "kv8": (200, 40),
+    "fp8": (200, 40), "kv8": (200, 40), "capped": (200, 40), "capped_kv8": (200, 40),
 }  # fmt: skip
 
 

@@ -176,6 +176,23 @@ def test_nothing_compiles_while_serving(name, monkeypatch):
     assert compiled == []
 
 
+def test_layers_whose_caps_take_other_kernels_are_prepared_apart():
+    """A cap is an argument of its kernels, but its size chooses between them."""
+    from tilewise.integration import start_up
+
+    def kind(softcap, dtype):
+        spec = LAYER | {"soft_cap": softcap, "dtype": dtype}
+        return start_up._kind(*specialisations.make_layer(spec, torch.device("cpu")))
+
+    for dtype, of_one_kind in (
+        ("bfloat16", [(None,), (20.0, 50.0), (51.0, 2048.0), (3000.0, 1e5)]),
+        ("float16", [(None,), (20.0, 50.0, 51.0, 2048.0), (3000.0, 1e5)]),
+    ):
+        kinds = [{kind(cap, dtype) for cap in caps} for caps in of_one_kind]
+        assert [len(found) for found in kinds] == [1] * len(kinds)
+        assert len(set.union(*kinds)) == len(kinds)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "fp8"])
 def test_the_check_takes_less_than_a_second(name, monkeypatch):

@@ -117,7 +117,7 @@ GPU_CASES = [
     Case(MIXED, softcap=30.0, **LLAMA),
     Case(MANY, softcap=5.0, **GPT_OSS),
     Case(MIXED, softcap=50.0, window=1024, **GEMMA),
-    *(Case(MIXED, **(LLAMA | {"head_dim": d})) for d in (40, 72, 80, 96, 112, 192)),
+    *(Case(MIXED, **(LLAMA | {"head_dim": d})) for d in (40, 72, 80, 96, 112, 136, 192)),
     Case(MANY, layout="hnd", **(LLAMA | {"head_dim": 96, "num_q_heads": 24, "dtype": FP16})),
     Case(MANY, window=600, page_size=128, **(LLAMA | {"head_dim": 88, "num_q_heads": 40})),
     Case(MIXED, **GEMMA),

@@ -125,6 +125,9 @@ GPU_CASES = [
     Case(MANY, window=1000, softcap=50.0, page_size=128,
          **(LLAMA | {"head_dim": 256, "num_q_heads": 8, "num_kv_heads": 4, "dtype": FP16})),
     Case(MIXED, **(LLAMA | {"head_dim": 192, "num_q_heads": 8})),
+    Case(MIXED, **(LLAMA | {"head_dim": 48})),
+    Case(MIXED, **(LLAMA | {"head_dim": 144, "num_q_heads": 8})),
+    Case(MIXED, **(LLAMA | {"head_dim": 160, "num_q_heads": 8})),
 ]  # fmt: skip
 
 

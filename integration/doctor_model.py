@@ -14,6 +14,7 @@ from typing import Any
 from tilewise import policy, prefix_rule, support
 from tilewise.errors import UnsupportedConfig
 from tilewise.integration.doctor_checks import Problem
+from tilewise.kernels.soft_cap import LARGEST_CAP
 from tilewise.model_config import Layer, Options, read_model
 from tilewise.workspace import workspace_bytes
 
@@ -180,6 +181,8 @@ def examine(
     model = read_model(config, options)
     alone = all(not support.check(layer.request) for layer in model.layers)
     page = options.block_size or (policy.PREFERRED_PAGE_SIZE if alone else COMMON_PAGE_SIZE)
+    if model.layers and all(_is_encoder(layer.request) for layer in model.layers):
+        page = policy.PAGE_SIZE_STEP  # nothing lies in pages
     grouped: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in model.layers:
         key = (layer.num_q_heads, layer.num_kv_heads, layer.window, layer.request)
@@ -214,18 +217,26 @@ def _judge(layers: list[Layer], server: Server, device: policy.Device, page: int
     return _planned(kind, request, server, device, page)
 
 
+def _is_encoder(request: support.Request) -> bool:
+    """Whether a layer's keys are its batch's own rows, in no pages."""
+    return request.attn_type in ("encoder", "encoder_only")
+
+
 def _planned(
     kind: LayerKind, request: support.Request, server: Server, device: policy.Device, page: int
 ) -> LayerKind:
     """Add the policy's choice for a layer of ours."""
     drafts = min(1 + server.num_speculative_tokens, policy.DECODE_MAX_QUERY_LEN)
+    encoder = _is_encoder(request)
+    kv_cache_dtype = "auto" if encoder else request.kv_cache_dtype or "auto"
+    page = policy.PAGE_SIZE_STEP if encoder else page
     try:
         geometry = policy.Geometry(
             kind.num_q_heads, kind.num_kv_heads, kind.head_size, page, ELEMENT_SIZE[request.dtype],
-            1 if (request.kv_cache_dtype or "").startswith("fp8") else 0,
+            1 if kv_cache_dtype.startswith("fp8") else 0,
         )  # fmt: skip
         alibi = bool(request.alibi or request.alibi_sqrt)
-        e4m3 = request.kv_cache_dtype in ("fp8", "fp8_e4m3")
+        e4m3 = kv_cache_dtype in ("fp8", "fp8_e4m3")
         fp8 = e4m3 and server.fp8_attention != "off"
         config = policy.choose(
             geometry, device, drafts, kind.window or 0, plain=alibi, fp8_matmul=fp8
@@ -236,22 +247,30 @@ def _planned(
     why_not = (policy.why_not_hopper_fp8 if fp8 else policy.why_not_hopper)(
         geometry, device, config.window
     )
+    if encoder:
+        why_not = policy.why_plain_batch(causal=False, pages=False)
     if why_not is None and alibi:
         why_not = "ALiBi (accepted: none)"
+    if why_not is None and (request.soft_cap or 0) > LARGEST_CAP:
+        why_not = f"a logits soft cap of {request.soft_cap:g} (accepted: to {LARGEST_CAP:g})"
     if why_not is None and fp8 and request.soft_cap:
         why_not = f"a logits soft cap of {request.soft_cap:g} (accepted: none)"
     hopper = config.hopper_prefill_fp8 if fp8 else config.hopper_prefill
     hopper = hopper if why_not is None else None
-    few = config.hopper_decode
+    # What its prefill leaves for its logits or its batches, its decode leaves as well.
+    plain = encoder or (request.soft_cap or 0) > LARGEST_CAP
+    few = None if plain else config.hopper_decode
     why_not_share = None
     if server.shared_prefixes != "off":
         why_not_share = prefix_rule.why_not_share(config, device)
         if fp8 and server.fp8_attention == "rotated":
             why_not_share = "rotated keys (TILEWISE_FP8_ATTENTION)"
+        if encoder:
+            why_not_share = "keys that lie in no cache"
         if why_not_share is None:
             config = prefix_rule.share_prefixes(config, device, drafts)
     shared = config.prefixes
-    kernels = ["plan", "cache_write"]
+    kernels = ["plan"] if encoder else ["plan", "cache_write"]
     gluon = "hopper_prefill_kv8" if geometry.kv_element_size == 1 else "hopper_prefill"
     gluon = "hopper_prefill_fp8" if fp8 else gluon
     kernels.append(gluon if hopper else "prefill")

@@ -102,6 +102,26 @@ def test_capped_logits_and_padded_heads_have_the_gluon_kernel():
     (kind,) = report(capped, server, kv_cache_dtype="fp8").kinds
     assert kind.kernels[2] == "prefill"
     assert kind.why_not_hopper == "a logits soft cap of 50 (accepted: none)"
+    (kind,) = report({**capped, "attn_logit_softcapping": 3000.0}).kinds
+    assert kind.kernels == ("plan", "cache_write", "prefill", "decode")
+    assert kind.why_not_hopper == "a logits soft cap of 3000 (accepted: to 2048)"
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 64}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_an_encoder_has_no_pages_and_no_gluon_kernel(options):
+    """As the builder has it: keys are the batch's rows, whatever is said of a cache."""
+    server = Server(64, 2048, shared_prefixes="on", fp8_attention="fp8")
+    found = report({**LLAMA, "model_type": "bert"}, server, **options)
+    (kind,) = found.kinds
+    config = policy.choose(policy.Geometry(32, 8, 128, 16, 2), HOPPER)
+    assert config.hopper_prefill is None
+    assert kind.kernels == ("plan", "prefill", "decode")
+    assert (kind.prefill, kind.decode) == (vars(config.prefill), vars(config.decode))
+    assert (kind.hopper_prefill, kind.hopper_decode, kind.few_requests) == (None, None, None)
+    assert kind.why_not_hopper == "attention that is not causal (accepted: causal)"
+    assert kind.why_not_share == "keys that lie in no cache"
+    assert kind.workspace_bytes == workspace_bytes(config, 64, 2048)
+    assert found.page_size == 16
 
 
 def test_products_of_fp8_have_a_kernel_of_their_own():

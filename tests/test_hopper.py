@@ -29,7 +29,18 @@ VARIANTS = [
     {"head_dim": 256, "page_size": 64, "group_size": 2, "softcap": True},
     {"head_dim": 128, "page_size": 64, "group_size": 4, "softcap": True},
 ]
+# Each takes up to ten seconds: a few stand for all in every run.
+OFTEN = [VARIANTS[i] for i in (0, 1, 3, 8)]
 OLD_VARIANTS = [VARIANTS[0], VARIANTS[3]]
+
+
+def some_and_all(often, variants):
+    """Parameters: what is compiled in every run, and the rest in the slow ones."""
+    rest = [variant for variant in variants if variant not in often]
+    return [
+        pytest.param(often, id="often"),
+        pytest.param(rest, id="rest", marks=pytest.mark.slow),
+    ]
 
 
 def compiled(variants, folder, old_triton=False):
@@ -75,17 +86,19 @@ def check_budget(rows):
             assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
 
 
-def test_variants_compile_with_clean_main_loops(tmp_path):
-    rows = compiled(VARIANTS, tmp_path)
-    assert len(rows) == len(VARIANTS)
+@pytest.mark.parametrize("variants", some_and_all(OFTEN, VARIANTS))
+def test_variants_compile_with_clean_main_loops(variants, tmp_path):
+    rows = compiled(variants, tmp_path)
+    assert len(rows) == len(variants)
     check_budget(rows)
 
 
-def test_compiles_on_triton_36(tmp_path):
+@pytest.mark.parametrize("variants", some_and_all(OLD_VARIANTS[:1], OLD_VARIANTS))
+def test_compiles_on_triton_36(variants, tmp_path):
     if not OLD_TRITON.is_dir():
         pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(OLD_VARIANTS, tmp_path, old_triton=True)
-    assert len(rows) == len(OLD_VARIANTS)
+    rows = compiled(variants, tmp_path, old_triton=True)
+    assert len(rows) == len(variants)
     check_budget(rows)
 
 

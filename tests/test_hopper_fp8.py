@@ -49,6 +49,7 @@ def test_variants_compile_with_clean_main_loops(tmp_path):
     check_budget(rows)
 
 
+@pytest.mark.slow
 def test_compiles_on_triton_36(tmp_path):
     if not OLD_TRITON.is_dir():
         pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")

@@ -24,7 +24,7 @@ GPU_ENGINE = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-IN_EVERY_RUN = ("qwen3", "phi3", "gemma2", "bloom")
+IN_EVERY_RUN = ("qwen3", "gemma2")
 TOKENS = 6
 # One token, beyond a window, and several chunks of 64.
 PROMPTS = prompts_of([1, 20, 120], shared=9) + prompts_of([40], seed=1)

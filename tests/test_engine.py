@@ -204,7 +204,6 @@ def test_preempted_requests_keep_their_tokens(ratio3_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_preempted_requests_keep_their_tokens_on_v1(ratio3_model, tmp_path):
     result = preemption_job(ratio3_model, tmp_path, VLLM_USE_V2_MODEL_RUNNER="0")
     check_preemption(result, ratio3_model)

@@ -31,6 +31,7 @@ DECODE_POINTERS = (
 )  # fmt: skip
 
 
+SCALES = ("k_scale_ptr", "v_scale_ptr")
 OF_FP8 = {"enable_fp_fusion": False}  # as KvCache.options has it
 
 
@@ -57,6 +58,24 @@ def _compile(
     )
 
 
+def _prefill_signature(
+    dtype: str, rows: str, page: str, scales: tuple[str, ...] = (), **optional: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of a prefill kernel's arguments, in its order, and None for the optional ones left out.
+
+    ``scales`` are pointers to fp8 scales; ``optional`` says which of them, of ``lse_ptr``, of
+    ``sinks_ptr`` and of ``cap_factor`` (which some kernels lack) are there.
+    """
+    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32", "sinks_ptr": f"*{dtype}"}
+    signature |= dict.fromkeys(scales, "*fp32") | {"q_desc": rows, "k_desc": page, "v_desc": page}
+    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
+    if "cap_factor" in optional:
+        signature["cap_factor"] = "fp32"
+    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
+    left_out = [name for name, on in optional.items() if not on]
+    return signature | dict.fromkeys(left_out, "constexpr"), dict.fromkeys(left_out)
+
+
 def compile_prefill(
     dtype: str = "bf16",
     head_dim: int = 128,
@@ -81,22 +100,16 @@ def compile_prefill(
     group_pad = policy.next_power_of_2(group_size)
     rows = _descriptor(dtype, [64 // group_pad, group_pad, geometry.block_d])
     page = _descriptor(dtype, [1, 1, min(page_size, chosen.block_n), 64])
-    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
-    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
-    signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
-    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
-    signature |= {"cap_factor": "fp32" if softcap else "constexpr"}
-    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
-    constants: dict[str, Any] = {
+    signature, constants = _prefill_signature(
+        dtype, rows, page, lse_ptr=lse, sinks_ptr=sinks, cap_factor=softcap
+    )
+    constants |= {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "BLOCK_D": geometry.block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
         "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages, "BESIDE": beside,
         "WIDE_CAP": softcap and dtype == "bf16",
     }  # fmt: skip
-    optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
-    constants |= {name: None for name, on in optional.items() if not on}
-    aligned = ("out_ptr",)
-    return _compile(hopper_prefill._hopper_prefill_kernel, signature, constants, aligned)
+    return _compile(hopper_prefill._hopper_prefill_kernel, signature, constants, ("out_ptr",))
 
 
 def compile_prefill_kv8(
@@ -124,25 +137,18 @@ def compile_prefill_kv8(
     block_d, group_pad = geometry.block_d, policy.next_power_of_2(group_size)
     rows = _descriptor(dtype, [64 // group_pad, group_pad, block_d])
     page = _descriptor(kv_dtype, [1, 1, min(page_size, chosen.block_n), min(block_d, 128)])
-    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
-    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
-    of_scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if scales else "constexpr")
-    signature |= of_scales | {"q_desc": rows, "k_desc": page, "v_desc": page}
-    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
-    signature |= {"cap_factor": "fp32" if softcap else "constexpr"}
-    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
-    constants: dict[str, Any] = {
+    signature, constants = _prefill_signature(
+        dtype, rows, page, SCALES, lse_ptr=lse, sinks_ptr=sinks, cap_factor=softcap,
+        **dict.fromkeys(SCALES, scales),
+    )  # fmt: skip
+    constants |= {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "BLOCK_D": block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
         "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
         "NARROW_STAGES": chosen.narrow_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
     }  # fmt: skip
-    optional = {"lse_ptr": lse, "sinks_ptr": sinks, "cap_factor": softcap}
-    optional |= dict.fromkeys(of_scales, scales)
-    constants |= {name: None for name, on in optional.items() if not on}
-    aligned = ("out_ptr",)
     kernel = hopper_prefill_kv8._hopper_prefill_kv8_kernel
-    return _compile(kernel, signature, constants, aligned, **OF_FP8)
+    return _compile(kernel, signature, constants, ("out_ptr",), **OF_FP8)
 
 
 def compile_prefill_fp8(
@@ -161,23 +167,16 @@ def compile_prefill_fp8(
     group_pad = policy.next_power_of_2(group_size)
     rows = _descriptor(dtype, [64 // group_pad, group_pad, head_dim])
     page = _descriptor("fp8e4nv", [1, 1, min(page_size, block_n), head_dim])
-    signature = {"out_ptr": f"*{dtype}", "lse_ptr": "*fp32" if lse else "constexpr"}
-    signature |= {"sinks_ptr": f"*{dtype}" if sinks else "constexpr"}
-    of_scales = dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if scales else "constexpr")
-    signature |= of_scales
-    signature |= {"q_desc": rows, "k_desc": page, "v_desc": page}
-    signature |= dict.fromkeys(POINTERS, "*i32") | {"scale_log2": "fp32"}
-    signature |= dict.fromkeys(("stride_o_t8", "stride_o_h8", "stride_bt_b"), "i32")
-    constants: dict[str, Any] = {
+    signature, constants = _prefill_signature(
+        dtype, rows, page, SCALES, lse_ptr=lse, sinks_ptr=sinks, **dict.fromkeys(SCALES, scales)
+    )
+    constants |= {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "STEPS": 7, "PAGE_SIZE": page_size, "HAS_LSE": lse, "BLOCK_N": block_n,
         "STAGES": num_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0, "ROTATED": rotated,
     }  # fmt: skip
-    constants |= {n: None for n, on in (("lse_ptr", lse), ("sinks_ptr", sinks)) if not on}
-    constants |= {n: None for n in of_scales if not scales}
-    aligned = ("out_ptr",)
     kernel = hopper_prefill_fp8._hopper_prefill_fp8_kernel
-    return _compile(kernel, signature, constants, aligned, **OF_FP8)
+    return _compile(kernel, signature, constants, ("out_ptr",), **OF_FP8)
 
 
 def compile_decode(

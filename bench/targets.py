@@ -156,12 +156,16 @@ def judge(target: Target, result: dict[str, Any]) -> Verdict | None:
     return Verdict(target.ratio, theirs / ours)
 
 
-def latest(folder: Path) -> list[dict[str, Any]]:
-    """Return the whole suite's run, then the others' from the newest on."""
-    whole = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
-    paths = folder.glob("kernels_*.json")
-    others = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return [whole, *sorted(others, key=lambda run: run["env"]["date"], reverse=True)]
+def latest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return runs by file name: the whole suite's, then the others' from the newest on."""
+    paths = (folder / "kernels.json", *folder.glob("kernels_*.json"))
+    runs = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    whole = {"kernels.json": runs.pop("kernels.json")}
+    return whole | dict(sorted(runs.items(), key=lambda run: run[1]["env"]["date"], reverse=True))
+
+
+def _commit(run: dict[str, Any]) -> str:
+    return str(run["env"]["commit"])[:10]
 
 
 def wanted_text(target: Target, verdict: Verdict | None) -> str:
@@ -180,6 +184,7 @@ def section(folder: Path) -> str:
     """Return the table of all targets, and how many are met."""
     runs = latest(folder)
     lines, met, missed, area = [], 0, 0, ""
+    used: set[str] = set()
     for name, target in TARGETS:
         if name != area:
             area = name
@@ -190,20 +195,26 @@ def section(folder: Path) -> str:
                 "| case | wanted | found | run | |",
                 "|---|---|---:|---|---|",
             ]
-        judged = ((verdict, run) for run in runs if (verdict := judge(target, run)) is not None)
-        found, run = next(judged, (None, runs[0]))
+        judged = ((judge(target, run), file) for file, run in runs.items())
+        found, file = next(((v, file) for v, file in judged if v is not None), (None, ""))
         case = target.case + (" (fp8 products)" if target.provider == "tilewise_fp8" else "")
         if found is None:
             lines.append(f"| {case} | {wanted_text(target, None)} | not measured | | |")
             continue
         met, missed = met + found.met, missed + (not found.met)
-        commit = str(run["env"]["commit"])[:10]
+        used.add(file)
+        commit = _commit(runs[file])
         lines.append(
             f"| {case} | {wanted_text(target, found)} | {found.found:.3f} | {commit} | "
             f"{'met' if found.met else '**missed**'} |"
         )
-    head = f"{met} of {met + missed} met. Made by `tilewise bench targets`; do not edit."
-    return "\n".join([head, *lines])
+    head = f"{met} of {met + missed} met. Made by `tilewise bench targets`; do not edit. Runs: "
+    head += ", ".join(
+        f"{_commit(runs[file])} is [{file}](../bench/results/{folder.name}/{file})"
+        for file in runs
+        if file in used
+    )
+    return "\n".join([head + ".", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

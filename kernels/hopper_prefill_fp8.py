@@ -38,13 +38,7 @@ from tilewise.kernels.hopper_parts import (
     rescale,
     row_sums,
 )
-from tilewise.kernels.hopper_prefill import (
-    TILE_FIELDS,
-    _add_sink,
-    _producer,
-    _read_tile,
-    _store_rows,
-)
+from tilewise.kernels.hopper_roles import TILE_FIELDS, add_sink, producer, read_tile, store_rows
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
@@ -93,7 +87,7 @@ def _transposer(
     vt_full, vt_empty = turned
     ring = 0
     done = 0
-    _, _, _, seq_len, _, blocks, _ = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD)
+    _, _, _, seq_len, _, blocks, _ = read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD)
     while blocks > 0:
         for n in range(blocks):
             stage = ring % STAGES
@@ -113,7 +107,7 @@ def _transposer(
             mbarrier.arrive(vt_full.index(stage))
             ring += 1
         done += 1
-        _, _, _, seq_len, _, blocks, _ = _read_tile(tile_s, t_full, t_empty, done, 0, GROUP_PAD)
+        _, _, _, seq_len, _, blocks, _ = read_tile(tile_s, t_full, t_empty, done, 0, GROUP_PAD)
 
 
 @gluon.jit
@@ -200,7 +194,7 @@ def _consumer(
     zero_o = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
     ring = 0
     done = 0
-    row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
+    row_token, rows_left, first_pos, _, kv_head, blocks, _ = read_tile(
         tile_s, t_full, t_empty, 0, GROUP, GROUP_PAD
     )
     while blocks > 0:
@@ -265,17 +259,17 @@ def _consumer(
         total = gl.convert_layout(gl.sum(sums, 1), m_layout)
         factor = 1.0
         if sinks_ptr is not None:
-            m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
+            m, total, factor = add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
         if v_scale_ptr is not None:
             factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
         inverse = gl.where(total != 0.0, factor / total, 0.0)
         acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        _store_rows(
+        store_rows(
             out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8,
             stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HEAD_DIM, HAS_LSE,
         )  # fmt: skip
         done += 1
-        row_token, rows_left, first_pos, _, kv_head, blocks, _ = _read_tile(
+        row_token, rows_left, first_pos, _, kv_head, blocks, _ = read_tile(
             tile_s, t_full, t_empty, done, GROUP, GROUP_PAD
         )
 
@@ -345,7 +339,7 @@ def _hopper_prefill_fp8_kernel(
             (_transposer, (
                 bars, turned, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD, HEAD_DIM, BLOCK_N, STAGES,
             )),
-            (_producer, (
+            (producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b,
                 bars, q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS,

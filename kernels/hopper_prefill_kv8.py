@@ -25,7 +25,7 @@ from tilewise.kernels.hopper_parts import (
     describe,
     partition_barrier,
 )
-from tilewise.kernels.hopper_prefill import TILE_FIELDS, _consumer, _producer, _read_tile
+from tilewise.kernels.hopper_roles import TILE_FIELDS, consumer, producer, read_tile
 from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
@@ -67,7 +67,7 @@ def _widener(
     HALVES: gl.constexpr = SLAB // 64
     ring = 0
     done = 0
-    _, _, _, seq_len, _, blocks, first_key = _read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
+    _, _, _, seq_len, _, blocks, first_key = read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD, 1)
     while blocks > 0:
         for n in range(blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)):
             # Rows past the sequence stay what they were: masked as keys, cleared as values.
@@ -99,7 +99,7 @@ def _widener(
             mbarrier.arrive(full.index(stage))
             ring += 1
         done += 1
-        _, _, _, seq_len, _, blocks, first_key = _read_tile(
+        _, _, _, seq_len, _, blocks, first_key = read_tile(
             tile_s, t_full, t_empty, done, 0, GROUP_PAD, 1
         )
 
@@ -165,13 +165,13 @@ def _hopper_prefill_kv8_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, t_full, t_empty)
     gl.warp_specialize(
         [
-            (_consumer, (
+            (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
                 v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
                 STAGES, K_SCALE_STEP, V_SCALE_STEP, False,
             )),
-            (_consumer, (
+            (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
                 v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
@@ -185,7 +185,7 @@ def _hopper_prefill_kv8_kernel(
                 v8_words_s, v_words_s, v8_full, v8_empty, v_full, v_empty, tile_s, t_full, t_empty,
                 GROUP_PAD, BLOCK_N, BLOCK_D, SLAB, STAGES, NARROW_STAGES, E5M2,
             )),
-            (_producer, (
+            (producer, (
                 q_desc, k_desc, v_desc, query_start_loc_ptr, seq_lens_ptr, block_table_ptr,
                 header_ptr, tile_req_ptr, tile_token_ptr, counter_ptr, stride_bt_b, narrow_bars,
                 q_token_s, k_pages_s, v_pages_s, tile_s, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,

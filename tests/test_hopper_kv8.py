@@ -10,6 +10,8 @@ from test_hopper import (
     MANY,
     MIXED,
     OLD_TRITON,
+    check_against_twin,
+    check_three_launches,
     compiled,
     needs_hopper,
     some_and_all,
@@ -142,41 +144,14 @@ def launches():
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_matches_reference(case):
     needs_hopper()
-    batch = make_batch(case, "cuda")
-    attn = make_attention(case, "cuda")
-    plan_batch(attn, batch)
-    outs = []
-    for _ in range(3):  # launches back to back: the counters must come back to zero
-        before = launches()
-        out, lse = attn.run(
-            batch.q, batch.kv_cache, out=torch.full_like(batch.q, 7.0), return_lse=True,
-            **batch.features,
-        )  # fmt: skip
-        assert launches() == before + 1
-        check(batch, out, lse)
-        assert (out[batch.num_tokens :] == 7.0).all()
-        assert attn._buffers.header[3:].tolist() == [0, 0]
-        outs.append(out[: batch.num_tokens])
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    check_three_launches(case, launches)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES[2:21:4], ids=str)
 def test_the_plain_twin_agrees_on_the_same_plan(case):
     needs_hopper()
-    batch = make_batch(case, "cuda")
-    attn = make_attention(case, "cuda")
-    plan_batch(attn, batch)
-    fast, fast_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
-    before = launches()
-    attn.config = dataclasses.replace(attn.config, hopper_prefill=None)
-    plain, plain_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
-    assert launches() == before
-    check(batch, plain, plain_lse)
-    rows = slice(0, batch.num_tokens)
-    torch.testing.assert_close(fast[rows], plain[rows], rtol=2e-2, atol=4e-3)
-    torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=1e-3)
+    check_against_twin(case, launches)
 
 
 @pytest.mark.gpu

@@ -87,8 +87,11 @@ def test_a_run_that_lacks_a_case_leaves_it_to_the_newest_other(tmp_path):
     write("kernels.json", "2026-11-02", None)
     write("kernels_a.json", "2026-11-01", 3100.0)
     write("kernels_b.json", "2026-11-03", 3600.0)
-    (line,) = [x for x in targets.section(tmp_path).splitlines() if "pf_cap50" in x]
+    head, *lines = targets.section(tmp_path).splitlines()
+    (line,) = [x for x in lines if "pf_cap50" in x]
     assert line.split(" | ")[2:] == ["0.833", "kernels_b.", "**missed** |"]
+    assert "kernels_b. is [kernels_b.json](" in head
+    assert "kernels_a" not in head
 
 
 def test_the_page_shows_the_published_results(tmp_path, request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,20 @@ def serve_section(result: dict[str, Any]) -> str:
 
 
 def runs_text(result: dict[str, Any]) -> str:
-    """Return how often each workload ran."""
-    runs = len({row["run"] for row in result["rows"]})
-    return "one run each" if runs == 1 else f"medians of {runs} runs, void ones left out"
+    """Return how often each workload ran with each backend."""
+    counts = Counter((row["workload"], row["backend"]) for row in result["rows"]).values()
+    fewest, most = min(counts), max(counts)
+    if most == 1:
+        return "one run each"
+    times = str(most) if fewest == most else f"{fewest} to {most}"
+    return f"medians of {times} runs, void ones left out"
+
+
+def serve_text(what: str, result: dict[str, Any], where: str) -> list[str]:
+    """Return a sentence and the table of one file of `tilewise bench serve`."""
+    env = result["env"]
+    head = f"{what}, {runs_text(result)}. {describe(env)} From {where}. "
+    return [f"{head}Command: `{env['command']}`.", "", serve_section(result)]
 
 
 def describe(env: dict[str, Any]) -> str:
@@ -132,6 +144,7 @@ def section(folder: Path) -> str:
     """Return the whole section for the results in ``folder``."""
     kernels = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
     serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
+    older = sorted(folder.glob("serve_*.json"))
     where = f"`bench/results/{folder.name}"
     return "\n".join(
         [
@@ -147,11 +160,21 @@ def section(folder: Path) -> str:
             "",
             *(line for text in later_runs(folder, kernels) for line in (text, "")),
             *(line for text in earlier_runs(folder, kernels) for line in (text, "")),
-            f"**`vllm bench serve`**, Llama 3.1 8B shape, {runs_text(serve)}. "
-            f"{describe(serve['env'])} From {where}/serve.json`. "
-            f"Command: `{serve['env']['command']}`.",
-            "",
-            serve_section(serve),
+            *serve_text(
+                "**`vllm bench serve`**, Llama 3.1 8B shape", serve, f"{where}/serve.json`"
+            ),
+            *(
+                line
+                for path in older
+                for line in (
+                    "",
+                    *serve_text(
+                        "Before, with more backends",
+                        json.loads(path.read_text(encoding="utf-8")),
+                        f"{where}/{path.name}`",
+                    ),
+                )
+            ),
         ]
     )
 

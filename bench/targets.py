@@ -1,20 +1,22 @@
 """``tilewise bench targets``: what we set out to reach, beside what the result files say.
 
-A target is a ratio of times in one run. Where it would take more than memory or the matrix units
-can give, less is asked: 0.95 of the floor, which is the layer's bytes at 4.4 TB/s and 4 µs, or 0.93
-of the run's bf16 matmul.
+A target is a ratio of times in one run, of whole servers one of requests a second. Where it would
+take more than memory or the matrix units can give, less is asked: 0.95 of the floor, which is the
+layer's bytes at 4.4 TB/s and 4 µs, or 0.93 of the run's bf16 matmul.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewise.bench.cases import CASES
+from tilewise.bench.summary import serve_summary
 from tilewise.marked import replace_between, write_or_check
 
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
@@ -26,8 +28,16 @@ MATMUL_LIMIT, OF_MATMUL = 0.96, 0.93
 PEERS = ("fa3", "fa3_best", "flashinfer", "triton_attn")
 NAMES = {
     "fa3": "FA3", "fa3_best": "FA3 at its best", "flashinfer": "FlashInfer", "cudnn": "cuDNN",
-    "peer": "the best peer", "tilewise": "ours",
+    "flashinfer_cascade": "FlashInfer's cascade", "peer": "the best peer", "tilewise": "ours",
 }  # fmt: skip
+
+TABLE = ("| case | wanted | found | run | |", "|---|---|---:|---|---|")
+WORKLOADS = ("s_1k_128_c64", "s_16k_256_c16", "s_8k_1k_c8", "s_8k_1k_c64", "s_ragged_c32")
+SERVE_PEER, SERVE_RUNS = "FLASH_ATTN", 3
+SERVE_MEAN, SERVE_WORST = 1.03, 0.99
+LATENCIES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
+VERDICTS = {True: "met", False: "**missed**", None: f"less than {SERVE_RUNS} runs"}
+OF_OURS = {"tilewise_fp8": " (fp8 products)", "tilewise_shared": " (common pages read once)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,10 @@ def _all() -> Iterator[tuple[str, Target]]:
     yield area, Target("dec_fp8_b256_4k", 1.70, "tilewise", "dec_b256_4k")
     yield area, Target("pf_fp8_1x16k", 1.25, "tilewise", "pf_1x16k", "tilewise_fp8")
     yield area, Target("pf_fp8_1x16k", 1.00, "fa3", "", "tilewise_fp8")
+    area = "shared prefixes"
+    for case in ("dec_prefix_b64_32k", "dec_prefix_4x16_32k"):
+        yield area, Target(case, 5.00, "tilewise", "", "tilewise_shared")
+        yield area, Target(case, 0.90, "flashinfer_cascade", "", "tilewise_shared")
 
 
 TARGETS: tuple[tuple[str, Target], ...] = tuple(_all())
@@ -156,6 +170,46 @@ def judge(target: Target, result: dict[str, Any]) -> Verdict | None:
     return Verdict(target.ratio, theirs / ours)
 
 
+def serve_rows(result: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
+    """Return case, what is wanted, what was found and whether it is met, of whole servers.
+
+    A latency is met if its median over runs passes the peer's by no more than the peer's own runs
+    lie apart.  None instead of a verdict: some workload has run less than ``SERVE_RUNS`` times.
+    """
+    summary = serve_summary(result)
+    found = {
+        entry["workload"]: entry
+        for entry in summary["ratios"]
+        if entry["peer"] == SERVE_PEER and entry["metric"] == "output_throughput"
+    }
+    if not all(name in found for name in WORKLOADS):
+        return []
+    pairs = [found[name]["pairs"] for name in WORKLOADS]
+    enough = min(pairs) >= SERVE_RUNS
+
+    def verdict(is_met: bool) -> bool | None:
+        return is_met if enough else None
+
+    ratios = {name: found[name]["ratio"] for name in WORKLOADS}
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    worst = min(ratios, key=lambda name: ratios[name])
+    cells = {(cell["workload"], cell["backend"]): cell["metrics"] for cell in summary["cells"]}
+    kept = 0
+    for name in WORKLOADS:
+        for metric in LATENCIES:
+            low, middle, high = cells[name, SERVE_PEER][metric]
+            kept += cells[name, summary["ours"]][metric][1] <= middle + (high - low)
+    asked = len(WORKLOADS) * len(LATENCIES)
+    return [
+        (f"mean of {len(WORKLOADS)} workloads", f"{SERVE_MEAN:.2f} times {SERVE_PEER}",
+         f"{mean:.3f}", verdict(mean >= SERVE_MEAN)),
+        (f"the worst, {worst}", f"{SERVE_WORST:.2f} times {SERVE_PEER}",
+         f"{ratios[worst]:.3f}", verdict(ratios[worst] >= SERVE_WORST)),
+        ("median and p99 of TTFT and TPOT", f"{SERVE_PEER}'s and its own spread, or better",
+         f"{kept} of {asked}", verdict(kept == asked)),
+    ]  # fmt: skip
+
+
 def latest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return runs by file name: the whole suite's, then the others' from the newest on."""
     paths = (folder / "kernels.json", *folder.glob("kernels_*.json"))
@@ -188,16 +242,10 @@ def section(folder: Path) -> str:
     for name, target in TARGETS:
         if name != area:
             area = name
-            lines += [
-                "",
-                f"**{area}**",
-                "",
-                "| case | wanted | found | run | |",
-                "|---|---|---:|---|---|",
-            ]
+            lines += ["", f"**{area}**", "", *TABLE]
         judged = ((judge(target, run), file) for file, run in runs.items())
         found, file = next(((v, file) for v, file in judged if v is not None), (None, ""))
-        case = target.case + (" (fp8 products)" if target.provider == "tilewise_fp8" else "")
+        case = target.case + OF_OURS.get(target.provider, "")
         if found is None:
             lines.append(f"| {case} | {wanted_text(target, None)} | not measured | | |")
             continue
@@ -206,8 +254,17 @@ def section(folder: Path) -> str:
         commit = _commit(runs[file])
         lines.append(
             f"| {case} | {wanted_text(target, found)} | {found.found:.3f} | {commit} | "
-            f"{'met' if found.met else '**missed**'} |"
+            f"{VERDICTS[found.met]} |"
         )
+    if (folder / "serve.json").exists():
+        serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
+        lines += ["", "**whole servers**", "", *TABLE]
+        for case, wanted, reached, is_met in serve_rows(serve):
+            met, missed = met + (is_met is True), missed + (is_met is False)
+            verdict = VERDICTS[is_met]
+            lines.append(f"| {case} | {wanted} | {reached} | {_commit(serve)} | {verdict} |")
+        used.add("serve.json")
+        runs["serve.json"] = serve
     head = f"{met} of {met + missed} met. Made by `tilewise bench targets`; do not edit. Runs: "
     head += ", ".join(
         f"{_commit(runs[file])} is [{file}](../bench/results/{folder.name}/{file})"

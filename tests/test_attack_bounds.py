@@ -365,8 +365,9 @@ def test_any_cap_matches_reference(softcap, dtype):
         if size == 1.0 or dtype == BF16:
             check(batch, out)  # the sum of weights errs with the logits: no LSE
             continue
-        # The unit's 2**-11 of a logit, up to 6 sigma, moves a row by twice that of the values.
+        # The unit's 2**-11 of a logit, up to 6 sigma, moves a row by twice that of the values;
+        # weights and the row itself are rounded to fp16 besides.
         expected, _ = reference(batch, torch.float32)
         values = batch.v_cache[~batch.v_cache.isnan()].abs().max()
         error = (out.float() - expected)[: batch.num_tokens].abs().max()
-        assert error <= 2**-10 * min(softcap, 6 * size) * values
+        assert error <= 2**-10 * (1 + min(softcap, 6 * size)) * values

@@ -160,7 +160,9 @@ def test_the_kernels_page_has_every_time_and_ratio(name):
         else:
             assert row["error"].split(":")[0] in text
     env = result["env"]
-    ceilings = (f"{env['matmul_tflops']} TFLOP/s", f"{env['copy_tbps']} TB/s")
+    ceilings: tuple[str, ...] = ()
+    if "--no-ceilings" not in env["command"]:
+        ceilings = (f"{env['matmul_tflops']} TFLOP/s", f"{env['copy_tbps']} TB/s")
     burst = re.search(r"--burst-ms \d+", env["command"])[0]
     for what in (*ceilings, "1,980", env["driver"], burst):
         assert what in text, what
@@ -309,7 +311,7 @@ def test_throughput_is_drawn_against_concurrency():
     curves = summary.serve_summary(several_runs())["curves"]
     (curve,) = curves
     assert [point[0] for point in curve["lines"]["FLASH_ATTN"]] == [1, 8, 64]
-    assert summary.serve_summary(load("serve"))["curves"] == []
+    assert summary.serve_summary(load("serve_34d93b1"))["curves"] == []
 
 
 @pytest.mark.parametrize(
@@ -340,16 +342,17 @@ def test_the_command_writes_pages_plots_markdown_and_json(tmp_path):
     assert json.loads(done.stdout)["ours"] == "TILEWISE"
     assert out.read_text().startswith("<!doctype html>")
     images = sorted((tmp_path / "plots").iterdir())
-    assert [image.name for image in images] == ["ratios.png", "tpot.png", "ttft.png"]
+    assert [image.stem for image in images] == ["ratios", "throughput", "tpot", "ttft"]
     assert all(browser.png_size(image)[0] > 1000 for image in images)
     done = subprocess.run(
         [*call, "-o", str(out), "--markdown"], capture_output=True, text=True, check=True
     )
-    (rate,) = (
+    rates = [
         row["request_throughput"] for row in load("serve")["rows"]
         if (row["workload"], row["backend"]) == ("s_1k_128_c64", "TILEWISE")
-    )  # fmt: skip
-    assert f"| s_1k_128_c64 | TILEWISE | 1 of 1 | {rate:.1f} |" in done.stdout
+    ]  # fmt: skip
+    count, rate = f"{len(rates)} of {len(rates)}", f"{statistics.median(rates):.1f}"
+    assert f"| s_1k_128_c64 | TILEWISE | {count} | {rate} " in done.stdout
 
 
 def test_a_missing_library_costs_the_page_only(tmp_path, monkeypatch, capsys):

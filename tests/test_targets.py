@@ -94,6 +94,54 @@ def test_a_run_that_lacks_a_case_leaves_it_to_the_newest_other(tmp_path):
     assert "kernels_a" not in head
 
 
+def served(rates, ttft=100.0, backends=("TILEWISE", "FLASH_ATTN"), workloads=targets.WORKLOADS):
+    """Runs of ``bench serve``; ``rates`` are requests a second of ours, of a peer that gives 1."""
+    rows = [
+        {
+            "workload": workload, "backend": backend, "run": i,
+            "output_throughput": rate if backend == "TILEWISE" else 1.0, "p50_tpot_ms": 10.0,
+            "p99_tpot_ms": 12.0, "p99_ttft_ms": 200.0,
+            "p50_ttft_ms": ttft if backend == "TILEWISE" else 98.0 + i,
+        }
+        for workload in workloads
+        for i, rate in enumerate(rates)
+        for backend in backends
+    ]  # fmt: skip
+    return {"env": ENV, "rows": rows}
+
+
+def test_whole_servers_are_judged_by_all_workloads():
+    mean, worst, latencies = targets.serve_rows(served([1.02, 1.04, 1.04]))
+    assert mean[2:] == ("1.033", True)
+    assert worst[2:] == ("1.033", True)
+    assert latencies[2:] == ("20 of 20", True)
+    slow = served([1.02, 1.04, 1.04])
+    for row in slow["rows"]:
+        if row["workload"] == "s_ragged_c32" and row["backend"] == "TILEWISE":
+            row["output_throughput"] = 0.98
+    mean, worst, _ = targets.serve_rows(slow)
+    assert mean[2:] == ("1.022", False)
+    assert worst[2:] == ("0.980", False)
+    assert "s_ragged_c32" in worst[0]
+
+
+@pytest.mark.parametrize(("ttft", "met"), [(101.0, True), (101.1, False)])
+def test_a_latency_may_differ_by_the_peer_s_spread(ttft, met):
+    *_, latencies = targets.serve_rows(served([1.0] * 3, ttft))
+    assert latencies[2:] == ("20 of 20" if met else "15 of 20", met)
+
+
+def test_whole_servers_need_three_runs_of_every_workload(tmp_path):
+    assert {row[3] for row in targets.serve_rows(served([1.1, 1.1]))} == {None}
+    assert not targets.serve_rows(served([1.1] * 3, workloads=targets.WORKLOADS[:4]))
+    assert not targets.serve_rows(served([1.1] * 3, backends=("TILEWISE", "TRITON_ATTN")))
+    (tmp_path / "kernels.json").write_text(json.dumps(run({})))
+    (tmp_path / "serve.json").write_text(json.dumps(served([1.1, 1.1])))
+    text = targets.section(tmp_path)
+    assert text.startswith("0 of 0 met")
+    assert text.count("less than 3 runs |") == 3
+
+
 def test_the_page_shows_the_published_results(tmp_path, request):
     root = request.config.rootpath
     options = ["--results", str(root / "bench/results/h200")]

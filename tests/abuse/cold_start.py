@@ -175,7 +175,7 @@ def at_once(starts: Starts, _: list[str]) -> list[dict[str, Any]]:
 
 
 def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
-    """Each backend in a home that it cannot write, with none, two or all caches elsewhere."""
+    """Each backend in a home that it cannot write, with none, three or all caches elsewhere."""
     home = starts.home("read_only")
     home.chmod(0o555)
     if not is_read_only(home):
@@ -185,9 +185,10 @@ def read_only(starts: Starts, backends: list[str]) -> list[dict[str, Any]]:
         start = partial(starts.start, backend=backend, home=home, child_setup=obey_permissions)
         cache, moved = (starts.folder / f"{name}_{backend}" for name in ("cache", "moved"))
         every.append(partial(start, "read_only"))
-        # vLLM imports FlashInfer for every backend, and the import makes a folder.
-        two = {"VLLM_CACHE_ROOT": str(cache), "FLASHINFER_WORKSPACE_BASE": str(cache)}
-        every.append(partial(start, "read_only_two_moved", **two))
+        # vLLM imports FlashInfer for every backend, and the import makes a folder; torch.compile
+        # takes Triton's default folder.
+        three = ("VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "TRITON_HOME")
+        every.append(partial(start, "read_only_three_moved", **dict.fromkeys(three, str(cache))))
         elsewhere = {name: str(moved / name.lower()) for name in MOVED}
         every.append(partial(start, "read_only_all_moved", **elsewhere))
     return starts.together(*every)

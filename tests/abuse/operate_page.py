@@ -26,7 +26,7 @@ TITLES = {
     "at_once": "two servers at once on one empty cache",
     "read_only": "a home that cannot be written",
     "read_only_two_moved": "the same, `VLLM_CACHE_ROOT` and `FLASHINFER_WORKSPACE_BASE` elsewhere",
-    "read_only_cache_root": "the same, `VLLM_CACHE_ROOT` alone elsewhere",
+    "read_only_three_moved": "the same, these and `TRITON_HOME` elsewhere",
     "read_only_all_moved": "the same, every cache elsewhere",
 }
 SERVERS = {

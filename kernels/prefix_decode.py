@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.attend import attend
-from tilewise.kernels.decode import _merge_pieces, _owner, _values_pair_up, _write_rows
+from tilewise.kernels.decode import _values_pair_up
+from tilewise.kernels.decode_parts import merge_pieces, owner, write_rows
 from tilewise.kernels.fp8 import fp16_rows
 from tilewise.kernels.launch import BATCH_ARGUMENTS, KvCache, Launcher, Logits, kv_arguments
 from tilewise.kernels.online_softmax import LOG2E
@@ -334,8 +335,8 @@ def _prefix_decode_kernel(
             leave(partial_acc_ptr, partial_m_ptr, partial_l_ptr, slot_ids.to(tl.int64), acc, m_i,
                    l_i, row_ok, BLOCK_D)  # fmt: skip
             item_unit = cursor - begin
-            first = _owner(item_unit, total, active)
-            pieces = _owner(item_unit + length - 1, total, active) - first + 1
+            first = owner(item_unit, total, active)
+            pieces = owner(item_unit + length - 1, total, active) - first + 1
             # Every thread's partial must be out before the one atomic that announces it.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrivals_ptr + first, 1, sem="acq_rel", scope="gpu")
@@ -343,7 +344,7 @@ def _prefix_decode_kernel(
                 tl.store(arrivals_ptr + first, 0)  # ready for the next launch
                 for begin_row in range(0, tl.minimum(left, BLOCK_M), BLOCK_R):
                     some_rows = begin_row + tl.arange(0, BLOCK_R)
-                    acc_r, m_r, l_r = _merge_pieces(
+                    acc_r, m_r, l_r = merge_pieces(
                         partial_acc_ptr, partial_m_ptr, partial_l_ptr, first, pieces, begin_row,
                         left, BLOCK_M, BLOCK_R, BLOCK_D, BLOCK_P,
                     )  # fmt: skip
@@ -351,14 +352,14 @@ def _prefix_decode_kernel(
                     sink_r = None
                     if sinks_ptr is not None:
                         sink_r = tl.load(sinks_ptr + first_head + some_flat % GROUP_SIZE)
-                    _write_rows(
+                    write_rows(
                         acc_r, m_r, l_r, some_flat, some_rows < left, offs_d, kv_head,
                         req_token, out_ptr, lse_ptr, sink_r, v_scale_ptr, out_scale_ptr,
                         stride_o_t, stride_o_h, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE,
                         V_SCALE_STEP, OUT_FORMAT,
                     )  # fmt: skip
         else:
-            _write_rows(
+            write_rows(
                 acc, m_i, l_i, flat, row_ok, offs_d, kv_head, req_token,
                 out_ptr, lse_ptr, sink, v_scale_ptr, out_scale_ptr, stride_o_t, stride_o_h,
                 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP, OUT_FORMAT,

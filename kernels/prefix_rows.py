@@ -10,15 +10,15 @@ cut.  See ``tilewise.kernels.prefix_decode``.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.decode import _owner, _write_rows
+from tilewise.kernels.decode_parts import owner, write_rows
 from tilewise.kernels.pieces import _fold
 
 
 @triton.jit
 def _pieces_of(unit, length, total, active):
     """``(first, pieces)``: the worker in whose stretch an item begins, and how many share it."""
-    first = tl.minimum(_owner(unit, total, active), active - 1)
-    last = tl.minimum(_owner(unit + length - 1, total, active), active - 1)
+    first = tl.minimum(owner(unit, total, active), active - 1)
+    last = tl.minimum(owner(unit + length - 1, total, active), active - 1)
     return first, tl.maximum(last - first, 0) + 1
 
 
@@ -174,7 +174,7 @@ def arrive(
                 if sinks_ptr is not None:
                     sink = tl.load(sinks_ptr + kv_head * GROUP_SIZE + x % GROUP_SIZE)
                 flat = query_row.to(tl.int64) * GROUP_SIZE + x % GROUP_SIZE
-                _write_rows(
+                write_rows(
                     acc, m_i, l_i, flat, mine, offs_d, kv_head, 0,
                     out_ptr, lse_ptr, sink, v_scale_ptr, out_scale_ptr, stride_o_t, stride_o_h,
                     NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM, HAS_LSE, V_SCALE_STEP, OUT_FORMAT,

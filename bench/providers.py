@@ -421,6 +421,7 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
     providers: list[Provider] = [
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
+        Tilewise("tilewise_p128", page_size=128),
         Tilewise("tilewise_plain", plain=True),
         Tilewise("tilewise_shared", shared_prefixes=True),
         Tilewise("tilewise_fp8", fp8_matmul=True),

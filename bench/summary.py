@@ -22,6 +22,7 @@ OURS_KERNEL, OURS_BACKEND = "tilewise", "TILEWISE"
 OUR_VARIANTS = (
     "tilewise",
     "tilewise_p16",
+    "tilewise_p128",
     "tilewise_plain",
     "tilewise_fp8",
     "tilewise_fp8_plain",

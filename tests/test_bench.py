@@ -218,8 +218,8 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_plain", "tilewise_shared", "tilewise_fp8",
-        "tilewise_fp8_plain", "fa3", "fa3_best",
+        "tilewise", "tilewise_p16", "tilewise_p128", "tilewise_plain", "tilewise_shared",
+        "tilewise_fp8", "tilewise_fp8_plain", "fa3", "fa3_best",
         "flashinfer", "flashinfer_cascade", "triton_attn", "cudnn",
     ]  # fmt: skip
     shared, cascade = known["tilewise_shared"], known["flashinfer_cascade"]

@@ -280,7 +280,10 @@ def select_cases(patterns: Iterable[str], cases: Sequence[Case] = CASES) -> list
         if not names:
             known = [case.name for case in cases]
             near = difflib.get_close_matches(body, [*known, *GROUPS], n=3) or known
-            raise ValueError(f"no case matches {body!r}; did you mean {', '.join(near)}?")
+            raise ValueError(
+                f"no case matches {body!r}; did you mean {', '.join(near)}? Accepted: names, globs "
+                f"like pf_*, and the groups {', '.join(GROUPS)}"
+            )
         (unwanted if part.startswith("-") else wanted).update(names)
     return [case for case in cases if case.name in wanted - unwanted]
 

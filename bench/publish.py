@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilewise.bench.cases import CASES
-from tilewise.marked import replace_between, write_or_check
+from tilewise.marked import not_there, replace_between, write_or_check
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HEADINGS = {
@@ -68,19 +69,27 @@ def later_runs(folder: Path, whole: dict[str, Any]) -> list[str]:
 def earlier_runs(folder: Path, newest: dict[str, Any]) -> list[str]:
     """Return a sentence for each older ``kernels_*.json`` that holds what the newest leaves out."""
     found = []
-    shown = {kind: {row[kind] for row in newest["rows"]} for kind in ("case", "provider")}
-    for path in sorted(folder.glob("kernels_*.json")):
-        old = json.loads(path.read_text(encoding="utf-8"))
-        if old["env"]["date"] > newest["env"]["date"]:
+    runs = {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("kernels_*.json"))
+    }
+    begin = newest["env"]["date"]
+    later = [run for run in runs.values() if run["env"]["date"] > begin]
+    shown = {
+        kind: {row[kind] for run in (newest, *later) for row in run["rows"]}
+        for kind in ("case", "provider")
+    }
+    for name, old in runs.items():
+        if old["env"]["date"] > begin:
             continue
-        more = {kind: {row[kind] for row in old["rows"]} - names for kind, names in shown.items()}
-        names = [HEADINGS[p] for p in HEADINGS if p in more["provider"]]
-        names += [case.name for case in CASES if case.name in more["case"]]
-        if names:
+        more = {kind: {row[kind] for row in old["rows"]} - known for kind, known in shown.items()}
+        absent = [HEADINGS[p] for p in HEADINGS if p in more["provider"]]
+        absent += [case.name for case in CASES if case.name in more["case"]]
+        if absent:
             found.append(
-                f"`bench/results/{folder.name}/{path.name}` (commit "
+                f"`bench/results/{folder.name}/{name}` (commit "
                 f"{str(old['env']['commit'])[:10]}) has, besides earlier figures: "
-                f"{', '.join(names)}."
+                f"{', '.join(absent)}."
             )
     return found
 
@@ -120,7 +129,8 @@ def runs_text(result: dict[str, Any]) -> str:
     if most == 1:
         return "one run each"
     times = str(most) if fewest == most else f"{fewest} to {most}"
-    return f"medians of {times} runs, void ones left out"
+    void = ", void ones left out" if any(row.get("error") for row in result["rows"]) else ""
+    return f"medians of {times} runs{void}"
 
 
 def serve_text(what: str, result: dict[str, Any], where: str) -> list[str]:
@@ -197,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
+    if absent := not_there(args.readme, args.results):
+        print(absent, file=sys.stderr)
+        return 2
     text = args.readme.read_text(encoding="utf-8")
     new = replace_section(text, section(args.results))
     return write_or_check(args.readme, text, new, str(args.results), args.check)

@@ -58,7 +58,7 @@ def result_parser(
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", default=Path(out),
-        help="result file; the plot lies beside it as PNG (default: %(default)s)",
+        help=f"result file; the plot lies beside it as PNG (default: {out})",
     )  # fmt: skip
     parser.add_argument(
         "--from", type=Path, metavar="FILE.json", dest="source",
@@ -80,11 +80,14 @@ def plot_result(args: argparse.Namespace, draw: Callable[[], Any]) -> None:
     Parameters
     ----------
     args : argparse.Namespace
-        Its ``plot``, ``source`` and ``out``.
+        Its ``plot``, ``source`` and ``out``; nothing is drawn where all are None.
     draw : callable
         Imports what it needs and returns the figure.
     """
-    path = args.plot or (args.source or args.out).with_suffix(".png")
+    beside = args.source or args.out
+    if args.plot is None and beside is None:
+        return
+    path = args.plot or beside.with_suffix(".png")
     try:
         from tilewise.bench.plots import to_png
 

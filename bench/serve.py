@@ -167,10 +167,10 @@ class Session:
         self.groups = [turns for turns in groups if turns]
         self.env: dict[str, Any] = {}
 
-    def jobs(self, turns: Sequence[Turn], group: str) -> dict[str, Job]:
-        """Return the job of each backend that has turns."""
-        model = self.args.model or self.folder / "model"
-        if self.args.model is None and not model.exists():
+    def jobs(self, turns: Sequence[Turn], group: str, dry: bool = False) -> dict[str, Job]:
+        """Return the job of each backend that has turns; its model is there unless ``dry``."""
+        model = self.args.model or (Path("MODEL") if dry else self.folder / "model")
+        if self.args.model is None and not dry and not model.exists():
             workloads.write_model(model)
         longest = max(workload.longest for workload in self.chosen)
         return {
@@ -179,7 +179,7 @@ class Session:
                 runs=[(turn.workload, turn.run) for turn in turns if turn.backend == backend],
                 model=model,
                 port=self.args.port or free_port(),
-                folder=self.folder,
+                folder=Path("FOLDER") if dry else self.folder,
                 # vLLM refuses prompts of more characters than max_model_len times its longest
                 # token; the tokenizer's words and blanks come close to that, hence a quarter more.
                 max_model_len=self.args.max_model_len or -(-longest * 5 // 4 // 256) * 256,
@@ -190,9 +190,9 @@ class Session:
         }
 
     def print_commands(self) -> None:
-        """Print what would be started."""
+        """Print what would be started; MODEL and FOLDER are what the command makes."""
         for turns in self.groups:
-            for job in self.jobs(turns, "").values():
+            for job in self.jobs(turns, "", dry=True).values():
                 print(job.server_line())
                 for _, arguments in job.client_commands():
                     print("  ", shlex.join([*workloads.VLLM_CLI, *arguments]))

@@ -134,8 +134,8 @@ def kind_of(result: Mapping[str, Any]) -> str:
         if all(key in row for row in rows):
             return kind
     raise ValueError(
-        f"rows with the keys {', '.join(rows[0])}; accepted: those of `tilewise bench kernels`, "
-        "`serve` and `roofline`"
+        f"rows with the keys {', '.join(rows[0])}; accepted: those of `tilewise bench kernels` "
+        "and `serve`; roofline, ladder and splits show theirs with --from"
     )
 
 

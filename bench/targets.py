@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from tilewise.bench.cases import CASES
 from tilewise.bench.summary import serve_summary
-from tilewise.marked import replace_between, write_or_check
+from tilewise.marked import not_there, replace_between, write_or_check
 
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
 BY_NAME = {case.name: case for case in CASES}
@@ -251,36 +252,41 @@ def section(folder: Path) -> str:
             continue
         met, missed = met + found.met, missed + (not found.met)
         used.add(file)
-        commit = _commit(runs[file])
         lines.append(
-            f"| {case} | {wanted_text(target, found)} | {found.found:.3f} | {commit} | "
+            f"| {case} | {wanted_text(target, found)} | {found.found:.3f} | {Path(file).stem} | "
             f"{VERDICTS[found.met]} |"
         )
+    undecided = 0
     if (folder / "serve.json").exists():
         serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
         lines += ["", "**whole servers**", "", *TABLE]
         for case, wanted, reached, is_met in serve_rows(serve):
             met, missed = met + (is_met is True), missed + (is_met is False)
-            verdict = VERDICTS[is_met]
-            lines.append(f"| {case} | {wanted} | {reached} | {_commit(serve)} | {verdict} |")
+            undecided += is_met is None
+            lines.append(f"| {case} | {wanted} | {reached} | serve | {VERDICTS[is_met]} |")
         used.add("serve.json")
         runs["serve.json"] = serve
-    head = f"{met} of {met + missed} met. Made by `tilewise bench targets`; do not edit. Runs: "
+    head = f"{met} of {met + missed} met"
+    head += f", {undecided} more want further runs" if undecided else ""
+    head += ". Made by `tilewise bench targets`; do not edit. Runs: "
     head += ", ".join(
-        f"{_commit(runs[file])} is [{file}](../bench/results/{folder.name}/{file})"
-        for file in runs
+        f"[{Path(file).stem}](../bench/results/{folder.name}/{file}) of commit {_commit(run)}"
+        for file, run in runs.items()
         if file in used
     )
     return "\n".join([head + ".", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the page's section; with ``--check`` only say whether it is up to date."""
+    """Rewrite the page's section; with ``--check`` only say whether it is up to date (else 1)."""
     parser = argparse.ArgumentParser(prog="tilewise bench targets", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--doc", type=Path, default=Path("docs/targets.md"))
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
+    if absent := not_there(args.doc, args.results):
+        print(absent, file=sys.stderr)
+        return 2
     text = args.doc.read_text(encoding="utf-8")
     new = replace_between(text, BEGIN, END, section(args.results))
     return write_or_check(args.doc, text, new, str(args.results), args.check)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tilewise.settings import problems
+
 VOCAB_SIZE = 128256
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 VLLM_CLI = (sys.executable, "-m", "vllm.entrypoints.cli.main")
@@ -187,6 +189,8 @@ def split_backend(name: str) -> tuple[str, dict[str, str]]:
                 f"{text!r} in --backends {name}; accepted: TILEWISE_…=value or VLLM_…=value"
             )
         environ[variable] = value
+    for wrong in problems(environ).values():
+        raise ValueError(f"{wrong} (in --backends {name})")
     return backend, environ
 
 

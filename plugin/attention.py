@@ -229,7 +229,7 @@ class PagedAttention:
             page id of each request in it (``paged_kv_indptr``).
         num_keys : int, optional
             Upper bound on ``kv_start_loc[-1]`` of rows; needed for these.
-        mask : CustomMask or TreeMask, optional
+        mask : CustomMask, TreeMask or BlockMask, optional
             What queries see instead of what ``causal`` says; not with windows, spans or ALiBi.
             Such batches run the plain kernels.
 

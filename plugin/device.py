@@ -21,7 +21,11 @@ def resolve(device: str | torch.device) -> torch.device:
     UnsupportedConfig
         For a device that is not there or cannot run kernels, naming what is missing.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        accepted = "cuda, cuda:0 and so on, or cpu in the interpreter"
+        raise UnsupportedConfig(f"device={device!r}; accepted: {accepted}") from error
     if device.type == "cpu":
         _prepare_interpreter()
         return device

@@ -19,6 +19,14 @@ def replace_between(text: str, begin: str, end: str, body: str) -> str:
     return f"{head}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
+def not_there(*paths: Path) -> str:
+    """Say which of a checkout's files or folders is missing; empty if none is."""
+    for path in paths:
+        if not path.exists():
+            return f"{path} is not there; accepted: what --help names, from the root of a checkout"
+    return ""
+
+
 def write_or_check(path: Path, old: str, new: str, source: str, check: bool) -> int:
     """Write ``new``, or with ``check`` only say whether ``old`` is it.
 

@@ -239,6 +239,8 @@ def test_the_cpu_computes_bfloat16_right_or_says_what_is_missing(interpreted):
 
 def test_devices_that_cannot_run_kernels_are_named():
     kwargs = {"page_size": 64, "dtype": torch.float16, "max_num_reqs": 1, "max_num_tokens": 16}
+    with pytest.raises(UnsupportedConfig, match="device='tpu'; accepted: cuda, cuda:0"):
+        PagedAttention(4, 2, 64, device="tpu", **kwargs)
     with pytest.raises(UnsupportedConfig, match="device=meta; accepted: cuda"):
         PagedAttention(4, 2, 64, device="meta", **kwargs)
     if not torch.cuda.is_available():

@@ -26,7 +26,7 @@ def test_commands_of_servers_and_clients(capsys):
     arguments = ["--backends", "TILEWISE,FLASH_ATTN", "--dry-run", "--port", "8123", "--runs", "2"]
     assert serve.main([*arguments, "--serve-args=-cc.cudagraph_mode=FULL"]) == serve.EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    servers = [line for line in lines if " serve /" in line and not line.startswith("  ")]
+    servers = [line for line in lines if " serve MODEL " in line and not line.startswith("  ")]
     clients = [line for line in lines if line.startswith("  ")]
     assert [re.search(r"--attention-backend (\w+)", s)[1] for s in servers] == [
         "TILEWISE", "FLASH_ATTN"
@@ -52,7 +52,7 @@ def test_servers_of_prefixes_cache_them_and_may_differ_in_a_setting(capsys):
     arguments = ["--dry-run", "--runs", "1", "--backends", f"{ours},FLASH_ATTN"]
     assert serve.main([*arguments, "--workloads", "s_prefix4x8k_c64"]) == serve.EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    servers = [line for line in lines if " serve /" in line and not line.startswith("  ")]
+    servers = [line for line in lines if " serve MODEL " in line and not line.startswith("  ")]
     clients = [line for line in lines if line.startswith("  ")]
     assert [re.search(r"--attention-backend (\w+)", s)[1] for s in servers] == [
         "TILEWISE", "FLASH_ATTN"
@@ -98,6 +98,11 @@ def test_each_run_has_other_prompts_and_the_same_for_every_backend(capsys):
         (["--concurrency", "0"], "positive whole numbers"),
         (["--backends", ","], "--backends names none"),
         (["--backends", "A@PATH=/"], "'PATH=/' in --backends A@PATH=/; accepted: TILEWISE_"),
+        (
+            ["--backends", "A@TILEWISE_FALBACK=error"],
+            "did you mean TILEWISE_FALLBACK? (in --backends A@",
+        ),
+        (["--backends", "A@TILEWISE_FALLBACK=1"], "TILEWISE_FALLBACK='1'"),
         (["--workloads", "s_1k_128_c64,s_prefix32k_c64"], "workloads with prefixes, or without"),
         (["--runs", "0"], "--runs 0"),
         (["--resume"], "--resume needs --out"),

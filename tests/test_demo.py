@@ -85,6 +85,15 @@ def test_no_check_and_a_failed_check_both_fail(tmp_path, demo, capsys):
     assert "[FAIL] second: seen" in capsys.readouterr().out
 
 
+def test_what_is_not_installed_is_said_at_once(tmp_path, demo, monkeypatch, capsys):
+    monkeypatch.setattr(demo["demo"], "NEEDED", ("torch", "no_such_module"))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--cache", str(tmp_path)])
+    assert demo["demo"].main() == 1
+    said = capsys.readouterr().out
+    assert "has no no_such_module; `make demo` without SETUP=0 installs" in said
+    assert "2/3" not in said
+
+
 def test_a_step_that_dies_fails_the_demo(tmp_path, demo, monkeypatch):
     (tmp_path / "chat.py").write_text("raise SystemExit('broken')")
     monkeypatch.setattr(demo["demo"], "DEMO_DIR", tmp_path)

@@ -232,6 +232,16 @@ def test_measuring_needs_a_gpu(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_smoke_leaves_nothing_behind_unless_told(known, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_without_gpu", lambda: None)
+    monkeypatch.setattr(command, "measure", lambda *_: known)
+    assert command.main(["--smoke"]) == command.EXIT_OK
+    assert list(tmp_path.iterdir()) == []
+    assert command.main(["--smoke", "--out", "kept.json"]) == command.EXIT_OK
+    assert {path.name for path in tmp_path.iterdir()} == {"kept.json", "kept.png"}
+
+
 def test_help_exits_with_zero(capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(["--help"])

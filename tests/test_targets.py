@@ -89,8 +89,8 @@ def test_a_run_that_lacks_a_case_leaves_it_to_the_newest_other(tmp_path):
     write("kernels_b.json", "2026-11-03", 3600.0)
     head, *lines = targets.section(tmp_path).splitlines()
     (line,) = [x for x in lines if "pf_cap50" in x]
-    assert line.split(" | ")[2:] == ["0.833", "kernels_b.", "**missed** |"]
-    assert "kernels_b. is [kernels_b.json](" in head
+    assert line.split(" | ")[2:] == ["0.833", "kernels_b", "**missed** |"]
+    assert "/kernels_b.json) of commit kernels_b." in head
     assert "kernels_a" not in head
 
 
@@ -138,8 +138,17 @@ def test_whole_servers_need_three_runs_of_every_workload(tmp_path):
     (tmp_path / "kernels.json").write_text(json.dumps(run({})))
     (tmp_path / "serve.json").write_text(json.dumps(served([1.1, 1.1])))
     text = targets.section(tmp_path)
-    assert text.startswith("0 of 0 met")
+    assert text.startswith("0 of 0 met, 3 more want further runs.")
     assert text.count("less than 3 runs |") == 3
+
+
+def test_what_is_not_there_is_named(tmp_path, capsys):
+    for options in (["--doc", str(tmp_path / "page.md")], ["--results", str(tmp_path / "none")]):
+        (tmp_path / "h200").mkdir(exist_ok=True)
+        (tmp_path / "doc.md").touch()
+        given = ["--doc", str(tmp_path / "doc.md"), "--results", str(tmp_path / "h200"), *options]
+        assert targets.main(given) == 2
+        assert f"{options[1]} is not there" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_published_results(tmp_path, request):
@@ -148,7 +157,7 @@ def test_the_page_shows_the_published_results(tmp_path, request):
     assert targets.main([*options, "--doc", str(root / "docs/targets.md"), "--check"]) == 0
     page = tmp_path / "targets.md"
     shutil.copy(root / "docs/targets.md", page)
-    page.write_text(page.read_text().replace("met. Made by", "met, nearly. Made by"))
+    page.write_text(page.read_text().replace(". Made by", ", nearly. Made by"))
     assert targets.main([*options, "--doc", str(page), "--check"]) == 1
     assert targets.main([*options, "--doc", str(page)]) == 0
     assert targets.main([*options, "--doc", str(page), "--check"]) == 0

@@ -23,6 +23,8 @@ from typing import Any
 from tilewise.bench import report, roofline
 from tilewise.marked import replace_between, write_or_check
 
+OUT = Path("ladder.json")
+
 EXIT_OK, EXIT_GATE, EXIT_USAGE = 0, 1, 2
 SUITE = "ladder"
 
@@ -33,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit codes: 0; 1 if a result failed the correctness gate, or with --check if the page is "
         "stale; 2 for a wrong command line or no GPU."
     )
-    parser = report.result_parser(SUITE, str(__doc__), codes, "ladder.json", 10.0, 3)
+    parser = report.result_parser(SUITE, str(__doc__), codes, str(OUT), 10.0, 3)
+    parser.set_defaults(out=None)  # what a smoke run keeps it only where it is told to
     parser.add_argument(
         "--doc", type=Path, metavar="FILE.md",
         help="write the measured section of this page (docs/ladder.md)",
@@ -164,7 +167,8 @@ def _find(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any]
                 "shows a result again"
             )
     env, rows = measure(args, argv)
-    report.write_result(args.out, env, rows)
+    if args.out is not None:
+        report.write_result(args.out, env, rows)
     return env, rows
 
 
@@ -179,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
+    if args.out is None and not args.smoke:
+        args.out = OUT
     try:
         env, rows = _find(args, argv)
     except ValueError as error:

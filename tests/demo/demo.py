@@ -7,6 +7,7 @@ be there before they are imported.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ from demo_common import (
 )
 
 STEP_TIMEOUT_S = 1500
+NEEDED = ("torch", "triton", "transformers", "vllm", "tilewise")
 
 
 def run_step(name: str, device: str, work: Path, *arguments: str) -> dict[str, Any]:
@@ -121,6 +123,13 @@ def main() -> int:
     cache = args.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
 
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        say(
+            f"FAIL: {sys.executable} has no {', no '.join(absent)}; `make demo` without SETUP=0 "
+            "installs what is needed"
+        )
+        return 1
     heading("1/3 What it runs on, and the model")
     device = pick_device(args.device)
     describe(device)

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         "stale; 2 for a wrong command line or no GPU."
     )
     parser = report.result_parser(SUITE, str(__doc__), codes, str(OUT), 10.0, 3)
-    parser.set_defaults(out=None)  # what a smoke run keeps it only where it is told to
+    parser.set_defaults(out=None)  # a smoke run keeps its result only where it is told to
     parser.add_argument(
         "--doc", type=Path, metavar="FILE.md",
         help="write the measured section of this page (docs/ladder.md)",

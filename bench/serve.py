@@ -89,7 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--no-ceilings", action="store_true", help="skip matmul and copy rates")
     parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print the commands and stop; MODEL and FOLDER stand for what a real run makes",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
     return parser
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -192,7 +192,7 @@ def serve_rows(result: dict[str, Any]) -> list[tuple[str, str, str, bool | None]
         return is_met if enough else None
 
     ratios = {name: found[name]["ratio"] for name in WORKLOADS}
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    mean = statistics.geometric_mean(ratios.values())
     worst = min(ratios, key=lambda name: ratios[name])
     cells = {(cell["workload"], cell["backend"]): cell["metrics"] for cell in summary["cells"]}
     kept = 0

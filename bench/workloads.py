@@ -189,8 +189,8 @@ def split_backend(name: str) -> tuple[str, dict[str, str]]:
                 f"{text!r} in --backends {name}; accepted: TILEWISE_…=value or VLLM_…=value"
             )
         environ[variable] = value
-    for wrong in problems(environ).values():
-        raise ValueError(f"{wrong} (in --backends {name})")
+    if wrong := problems(environ):
+        raise ValueError(f"{'; '.join(wrong.values())} (in --backends {name})")
     return backend, environ
 
 

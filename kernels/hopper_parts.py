@@ -174,9 +174,58 @@ def row_sums(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
+def row_max(s, BY_BITS: gl.constexpr):
+    """The largest of each row, or, found among bits as integers, a lower bound where all are negative.
+
+    sm_90 takes the largest of three integers in one instruction, but of two floats only.  Bits of
+    floats order as the floats do, negative ones the other way round.  A stale maximum that may only
+    move up to a value above 0 does not see the difference (``may_compare_bits``).
+    """
+    if BY_BITS:
+        # Thirds and quarters first: ptxas fuses pairs of maxima only where they are a chain.
+        a, b, c, d = _quarters(s.to(gl.int32, bitcast=True))
+        largest = gl.reduce(gl.maximum(gl.maximum(gl.maximum(a, b), c), d), 1, _maximum)
+        return gl.convert_layout(
+            largest.to(gl.float32, bitcast=True), gl.SliceLayout(1, s.type.layout)
+        )
+    else:
+        return gl.max(s, 1)
+
+
+@gluon.jit
+def _maximum(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _quarters(x):
+    x = gl.reshape(x, [ROWS, x.shape[1] // 32, 2, 2, 8])
+    even, odd = gl.split(gl.permute(x, (0, 1, 4, 2, 3)))
+    a, b = gl.split(even)
+    c, d = gl.split(odd)
+    SHAPE: gl.constexpr = [ROWS, a.shape[1] * 8]
+    return gl.reshape(a, SHAPE), gl.reshape(b, SHAPE), gl.reshape(c, SHAPE), gl.reshape(d, SHAPE)
+
+
+@gluon.jit
+def may_compare_bits(m, yes, no):
+    """``yes`` where every row's maximum is at least -8, in base 2, else ``no``; for ``row_max``.
+
+    From there on no logit up to 0 moves a maximum that is kept while no logit exceeds it by 8.
+    Through a vote: ptxas must see that all threads of a warp agree, or it keeps loop counters and
+    what is computed from them in registers of a thread.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.f32 p, $1, 0fC1000000; vote.sync.all.pred p, p, 0xffffffff; "
+        "selp.b32 $0, $2, $3, p; }",
+        "=r,f,r,r", [gl.min(m, 0), yes, no], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, BY_BITS: gl.constexpr = False):
     """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    m_new = gl.maximum(m, row_max(s, BY_BITS) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
     p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)

@@ -34,8 +34,9 @@ from tilewise.kernels.hopper_parts import (
     barriers,
     describe,
     mask,
+    may_compare_bits,
     partition_barrier,
-    rescale,
+    row_max,
     row_sums,
 )
 from tilewise.kernels.hopper_roles import TILE_FIELDS, add_sink, producer, read_tile, store_rows
@@ -45,6 +46,9 @@ from tilewise.kernels.plan import COUNTERS
 # As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
 SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
 _SIGN_SEED = gl.constexpr(SEED.value)
+# Queries are below 2**8 once a row's power of two is taken out, keys at most 448.
+_LARGEST_PRODUCT = gl.constexpr(128 * 256.0 * 448.0)
+_TURN = gl.constexpr(int(__import__("os").environ.get("TW_TURNS", "1")))
 
 
 @gluon.jit
@@ -152,16 +156,46 @@ def _round_queries(q_s, q8_s, HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, ROTAT
 
 
 @gluon.jit
-def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr):
-    """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2 - SHIFT)
+def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, QUICK: gl.constexpr = False):
+    """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row.
+
+    ``QUICK`` is for rows that ``_may_be_quick`` allows.
+    """
+    m_new = gl.maximum(m, row_max(s, QUICK) * scale_log2 - SHIFT)
     m_new = gl.where(m_new - m > SLACK, m_new, m)
-    p = gl.exp2(s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1))
+    if QUICK:
+        p = gl.exp2(gl.fma(s, _like(s, scale_log2), _like(s, -m_new)))
+    else:
+        p = gl.exp2(s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
     share = row_sums(p, BLOCK_N)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
     sums = sums * gl.expand_dims(factor, 1) + share
     return p, m_new, sums, alpha
+
+
+@gluon.jit
+def _like(x, rows):
+    return gl.broadcast(gl.expand_dims(rows, 1), x)[0]
+
+
+@gluon.jit
+def _may_be_quick(m, scale_log2, yes, no):
+    """``yes`` where maxima may be found among bits, and logits may miss theirs by a rounding.
+
+    A logit as one fused operation and the maximum as a rounded product differ by 2**-24 of the
+    logit: 2**-4 at most where logits stay below 2**20.  Beyond 448 / 2**(SHIFT + SLACK) of its
+    range e4m3 would saturate.
+    """
+    bounded = scale_log2 * _LARGEST_PRODUCT < 1048576.0
+    return may_compare_bits(gl.where(bounded, m, -1e30), yes, no)
+
+
+@gluon.jit
+def _wait_for_turn(turns, GROUP: gl.constexpr, round):
+    """The warpgroups start their products in turn, the first one first."""
+    if _TURN:
+        mbarrier.wait(turns.index(GROUP), (round & 1) ^ (1 - GROUP))
 
 
 @gluon.jit
@@ -173,8 +207,15 @@ def _weights(p, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _promote(acc, alpha, products):
+    """``acc * alpha[:, None] + products``, in one operation each."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
+    return gl.fma(acc, _like(acc, factor), products)
+
+
+@gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
+    out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s, q8_s, k_s,
     vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, STEPS: gl.constexpr,
@@ -217,16 +258,25 @@ def _consumer(
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
         sums = row_sums(zero, BLOCK_N)
         # While one warpgroup takes exponentials, the other's products keep the matrix units busy.
-        for part in gl.static_range(2):
-            begin = 0 if part == 0 else whole
-            end = whole if part == 0 else blocks - 1
+        # Masked blocks, blocks of quick softmax, further ones.
+        for part in gl.static_range(3):
+            if part == 0:
+                begin = 0
+                end = whole
+            elif part == 1:
+                begin = whole
+                end = _may_be_quick(m, scale, blocks - 1, whole)
+            else:
+                begin = end
+                end = blocks - 1
             for n in range(begin, end):
                 v_stage = ring % STAGES
                 if part == 0:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, 0)
-                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
+                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, part == 1)
                 p8 = _weights(p, BLOCK_N, p_layout)
+                _wait_for_turn(turns, GROUP, ring)
                 mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
                 pending = warpgroup_mma(
                     p8, vt_s.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
@@ -237,22 +287,30 @@ def _consumer(
                 logits = warpgroup_mma(
                     q8, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
-                acc = rescale(acc, alpha)
+                if _TURN == 3:
+                    mbarrier.arrive(turns.index(1 - GROUP))
                 products = warpgroup_mma_wait(1, deps=[pending])
                 mbarrier.arrive(vt_empty.index(v_stage))
-                acc += products
+                if _TURN == 2:
+                    mbarrier.arrive(turns.index(1 - GROUP))
+                acc = _promote(acc, alpha, products)
                 s = warpgroup_mma_wait(0, deps=[logits])
+                if _TURN == 1:
+                    mbarrier.arrive(turns.index(1 - GROUP))
                 mbarrier.arrive(k_empty.index(stage))
         s = mask(s, first_pos, 0, GROUP_PAD, BLOCK_N, 0)
         p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
         p8 = _weights(p, BLOCK_N, p_layout)
         v_stage = ring % STAGES
+        _wait_for_turn(turns, GROUP, ring)
         mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
         pending = warpgroup_mma(
             p8, vt_s.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
-        acc = rescale(acc, alpha)
-        acc += warpgroup_mma_wait(0, deps=[pending])
+        products = warpgroup_mma_wait(0, deps=[pending])
+        if _TURN:
+            mbarrier.arrive(turns.index(1 - GROUP))
+        acc = _promote(acc, alpha, products)
         mbarrier.arrive(vt_empty.index(v_stage))
         ring += 1
 
@@ -322,17 +380,18 @@ def _hopper_prefill_fp8_kernel(
         barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1), barriers(2, 3),
     )  # fmt: skip
     turned = (barriers(STAGES, 1), barriers(STAGES, 2))
+    turns = barriers(2, 1)
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
-                vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 0,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s, q8_s,
+                k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, q_s, q8_s, k_s,
-                vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 1,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s, q8_s,
+                k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),

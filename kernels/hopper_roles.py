@@ -22,6 +22,7 @@ from tilewise.kernels.hopper_parts import (
     copy_block,
     field,
     mask,
+    may_compare_bits,
     of_rows,
     partition_barrier,
     publish,
@@ -278,8 +279,9 @@ def consumer(
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_s.dtype
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
-    # A window has an edge on the left as well.
-    PARTS: gl.constexpr = 3 if WINDOW else 2
+    # Masked blocks, blocks whose maxima are compared by bits, further ones without a mask, and
+    # under a window its edge on the left.
+    PARTS: gl.constexpr = 4 if WINDOW else 3
     q = q_s.index(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     k_ring = 0
@@ -308,6 +310,7 @@ def consumer(
         count = blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)
         # Block n (of 0 .. count) is blocks - 1 - n. Those from ``whole`` to ``edge`` need no mask:
         # they lie below the diagonal and, under a window, right of the last row's first key.
+        # Up to ``quick`` the largest logit is found among bits.
         whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
         whole = gl.minimum(whole, count)
         edge = count
@@ -330,8 +333,20 @@ def consumer(
             clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, BLOCK_D)
         mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=count > 1)
         for part in gl.static_range(PARTS):
-            begin = 1 if part == 0 else (whole if part == 1 else edge)
-            end = count if part == PARTS - 1 else (whole if part == 0 else edge)
+            if part == 0:
+                begin = 1
+                end = whole
+            elif part == 1:
+                begin = whole
+                end = whole
+                if cap_factor is None:
+                    end = may_compare_bits(m, edge, whole)
+            elif part == 2:
+                begin = end
+                end = edge
+            else:
+                begin = edge
+                end = count
             for n in range(begin, end):
                 stage = k_ring % STAGES  # its K is there: waited for below
                 v_stage = v_ring % STAGES
@@ -343,16 +358,16 @@ def consumer(
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
-                if part != 1:
+                if part == 0 or part == 3:
                     s = soft_cap(s, cap)
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                if cap_factor is not None and part == 1:
+                if cap_factor is not None and part == 2:
                     p, m, sums, alpha = capped_softmax(
                         s, m, sums, scale, cap, rows_left, GROUP_PAD, BLOCK_N, WIDE_CAP
                     )
                 else:
-                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N)
+                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, part == 1)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends

@@ -223,15 +223,16 @@ def may_compare_bits(m, yes, no):
 
 
 @gluon.jit
-def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, BY_BITS: gl.constexpr = False):
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, BY_BITS: gl.constexpr = False, ADD: gl.constexpr = True):
     """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
     m_new = gl.maximum(m, row_max(s, BY_BITS) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
     p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
-    share = row_sums(p, BLOCK_N)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-    sums = sums * gl.expand_dims(factor, 1) + share
+    if ADD:
+        share = row_sums(p, BLOCK_N)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+        sums = sums * gl.expand_dims(factor, 1) + share
     return p, m_new, sums, alpha
 
 
@@ -243,7 +244,7 @@ _T0, _T1, _SMALL = gl.constexpr(T0), gl.constexpr(T1), gl.constexpr(SMALL)
 @gluon.jit
 def capped_softmax(
     s, m, sums, scale_log2, cap_factor, rows_left, GROUP_PAD: gl.constexpr,
-    BLOCK_N: gl.constexpr, WIDE: gl.constexpr,
+    BLOCK_N: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """``softmax(soft_cap(s, cap_factor), ...)`` where no logit is masked.
 
@@ -283,9 +284,10 @@ def capped_softmax(
         )
     p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
-    share = row_sums(p, BLOCK_N)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-    sums = sums * gl.expand_dims(factor, 1) + share
+    if ADD:
+        share = row_sums(p, BLOCK_N)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+        sums = sums * gl.expand_dims(factor, 1) + share
     return p, m_new, sums, alpha
 
 

@@ -287,6 +287,8 @@ def consumer(
     # Masked blocks, blocks whose maxima are compared by bits, further ones without a mask, and
     # under a window its edge on the left.
     PARTS: gl.constexpr = 4 if WINDOW else 3
+    # At head size 256 the products leave nothing to gain, and no registers.
+    BY_BITS: gl.constexpr = cap_factor is None and BLOCK_D <= 128
     ones_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     ONES: gl.constexpr = ones_s is not None
     q = q_s.index(GROUP)
@@ -349,7 +351,7 @@ def consumer(
             elif part == 1:
                 begin = whole
                 end = whole
-                if cap_factor is None:
+                if BY_BITS:
                     end = may_compare_bits(m, edge, whole)
             elif part == 2:
                 begin = end

@@ -96,8 +96,10 @@ def check_rounded(batch, q, out, lse):
         torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=1e-4, atol=2e-3)
 
 
-def run_and_check(case, device, rotated=False, page_scales=False, expect_gluon=None, **overrides):
+def run_and_check(case, device, rotated=False, page_scales=False, change=None, **overrides):
     batch = make_batch(case, device)
+    if change is not None:
+        change(batch)
     if page_scales:
         pages = batch.kv_cache.shape[0]
         gen = torch.Generator().manual_seed(5)

@@ -266,6 +266,41 @@ def test_rows_whose_capped_logits_are_all_alike(softcap, sign, dtype):
     check(batch, out, lse)
 
 
+# Logits of a request's last key and of its first; blocks are computed from the last to the first.
+SLOPES = [(-60, -60), (-10, -300), (-300, -10), (20, -5), (-200, -5), (300, -300), (-5.4, -5.7)]
+
+
+def steer_logits(batch, case, last, first, every):
+    """Add to each logit, by the first column, from ``last`` to ``first``; heads between get none."""
+    scale = case.head_dim**-0.5
+    batch.q[: batch.num_tokens, :, 0] = 0.0
+    batch.q[: batch.num_tokens, ::every, 0] = 16.0
+    for r, seq_len in enumerate(batch.lens):
+        at = torch.arange(seq_len, device="cuda")
+        pages = batch.block_table[r][at // case.page_size].long()
+        wanted = torch.linspace(first, last, seq_len, device="cuda") / (16.0 * scale)
+        column = wanted[:, None].expand(-1, case.num_kv_heads).to(batch.k_cache.dtype)
+        batch.k_cache[pages, :, at % case.page_size, 0] = column
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("last", "first"), SLOPES)
+@pytest.mark.parametrize("shape", [LLAMA, LLAMA | {"head_dim": 64, "dtype": FP16}], ids=str)
+def test_maxima_below_zero(shape, last, first, every):
+    """Compared as integers, the largest of negative logits is not found, and need not be."""
+    needs_hopper()
+    case = Case(((700, 900), (300, 0)), **shape)
+    batch = make_batch(case, "cuda")
+    steer_logits(batch, case, last, first, every)
+    attn = make_attention(case, "cuda")
+    plan_batch(attn, batch)
+    before = hopper_launches()
+    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
+    assert hopper_launches() == before + 1
+    check(batch, out, lse)
+
+
 def needs_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")

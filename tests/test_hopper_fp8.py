@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Case, make_attention, make_batch, plan_batch
 from test_fp8_matmul import run_and_check
-from test_hopper import HOPPER, OLD_TRITON, compiled, needs_hopper
+from test_hopper import HOPPER, OLD_TRITON, SLOPES, compiled, needs_hopper, steer_logits
 
 from tilewise import counters, policy
 
@@ -122,6 +122,18 @@ def test_matches_reference(case, rotated):
     assert attn.config.hopper_prefill_fp8 is not None
     assert launches() == before + 1
     assert attn._buffers.header[3:].tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("last", "first"), SLOPES)
+def test_maxima_below_zero(last, first, every):
+    """Compared as integers, the largest of negative logits is not found, and need not be."""
+    needs_hopper()
+    case = Case(((700, 900), (300, 0)), **(LLAMA | {"kv_scales": ""}))
+    before = launches()
+    run_and_check(case, "cuda", change=lambda batch: steer_logits(batch, case, last, first, every))
+    assert launches() == before + 1
 
 
 @pytest.mark.gpu

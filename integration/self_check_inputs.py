@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilewise.geometry import cdiv
 from tilewise.integration.self_check_groups import fewest_that_share
-from tilewise.policy import DECODE_MAX_QUERY_LEN
+from tilewise.policy import DECODE_MAX_QUERY_LEN, Config
 
 if TYPE_CHECKING:
     from tilewise.attention import PagedAttention
@@ -27,6 +28,8 @@ LOGIT_SPREAD = 3.0
 # have to fit into fp16.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-6, 2.0**6
 LARGE_PAGE = 128
+# Key blocks of a Gluon prefill that no query is to mask.
+LOOSE_BLOCKS = 5
 
 
 @dataclass
@@ -70,6 +73,19 @@ def drawn_size(scale: torch.Tensor) -> torch.Tensor:
     return scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)[:, None]
 
 
+def enough_pages(config: Config, page_size: int) -> int:
+    """Pages that have an edge between them, and where there is a Gluon prefill, all its loops.
+
+    Such a kernel masks the key blocks that hold the newest tokens, and walks others without.
+    """
+    count = 3 if page_size <= LARGE_PAGE else 2
+    hopper = config.hopper_prefill_fp8 if config.fp8_dot else config.hopper_prefill
+    if hopper is None:
+        return count
+    keys = (LOOSE_BLOCKS + 1) * hopper.block_n + max(QUERY_LENS)
+    return max(count, cdiv(keys, page_size) + 1)
+
+
 def make_sequence(
     impl: TilewiseImpl,
     layer: Any,
@@ -91,9 +107,10 @@ def make_sequence(
         Elements between the rows of keys and of values, as where they are parts of a wider matrix.
     """
     num_pages, heads, page_size, width = kv_cache.shape
-    count = min(num_pages, 3 if page_size <= LARGE_PAGE else 2)
+    wanted = enough_pages(attn.config, page_size)
+    count = min(num_pages, wanted)
     # The last page has the largest address; the order is not that of memory.
-    ids = [num_pages - 1, 0, num_pages // 2][:count]
+    ids = [num_pages - 1, 0, *(num_pages * i // count for i in range(1, count - 1))][:count]
     # A last page that is neither empty nor full.
     seq_len = (count - 1) * page_size + 5 if count > 1 else page_size - 3
     table = torch.tensor([ids], dtype=torch.int32, device=attn.device)

@@ -15,10 +15,11 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tilewise import counters
+from tilewise import counters, policy
+from tilewise.arch import ARCHITECTURES
 from tilewise.errors import SelfCheckFailed, UnsupportedConfig
 from tilewise.integration import impl as impl_module
-from tilewise.integration import self_check, start_up, triton_cache
+from tilewise.integration import self_check, self_check_inputs, start_up, triton_cache
 from tilewise.integration.builder import TilewiseMetadataBuilder
 from tilewise.integration.impl import TilewiseImpl
 
@@ -160,6 +161,36 @@ def test_a_cache_without_pages_is_left_alone(device):
     make_builder(device, layer)
     layer.bind_kv_cache(make_cache(device, pages=0))
     assert checks() == (0, 0)
+
+
+@pytest.mark.parametrize(("arch", "page", "size"), [(90, 64, 128), (90, 128, 64), (80, 64, 128)])
+def test_the_check_reaches_every_loop_of_a_gluon_prefill(arch, page, size):
+    geometry = policy.Geometry(32, 8, size, page, 2)
+    config = policy.choose(geometry, ARCHITECTURES[arch])
+    assert (config.hopper_prefill is not None) == (arch == 90)
+    keys = (self_check_inputs.enough_pages(config, page) - 1) * page + 5
+    if arch != 90:
+        assert keys == 2 * page + 5
+        return
+    # As in ``hopper_roles.consumer``: blocks at the newest tokens are masked, those below are not.
+    first = keys - max(self_check_inputs.QUERY_LENS)
+    block_n = config.hopper_prefill.block_n
+    assert (first + 1) // block_n >= self_check_inputs.LOOSE_BLOCKS
+    assert -(-keys // block_n) > (first + 1) // block_n
+
+
+@pytest.mark.parametrize("pages", [2, 11, 12, 13, 40])
+def test_many_pages_are_checked_where_there_are_as_many(device, monkeypatch, pages):
+    monkeypatch.setattr(self_check_inputs, "enough_pages", lambda *_: 12)
+    layer = make_layer(device)
+    builder = make_builder(device, layer)
+    cache = make_cache(device, pages=pages)
+    sequence = self_check_inputs.make_sequence(layer.impl, layer, builder.attn, cache)
+    used = sequence.pages.tolist()
+    assert len(set(used)) == len(used) == min(pages, 12)
+    assert {0, pages - 1} <= set(used) <= set(range(pages))
+    layer.bind_kv_cache(cache)
+    assert checks() == (1, 0)
 
 
 def test_a_layer_that_shares_a_cache_is_checked_too(device):

@@ -185,15 +185,18 @@ def run_case(name: str, model: Model, folder: Path) -> Done:
 
 
 @pytest.fixture(scope="module")
-def started(models, tmp_path_factory) -> Iterator[dict[str, Future[Done]]]:
-    """All cases, some side by side: most of their time is that of starting Python and compiling.
+def started(request, models, tmp_path_factory) -> Iterator[dict[str, Future[Done]]]:
+    """The cases asked for, some side by side: a start is mostly Python's imports and compiling.
 
     Not all: collectives of several processes wait for each other's time on the GPUs.
     """
+    ours = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["done"] for item in ours}
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {
             name: pool.submit(run_case, name, models[case.model], tmp_path_factory.mktemp(name))
             for name, case in CASES.items()
+            if name in asked
         }
 
 

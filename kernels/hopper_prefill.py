@@ -33,7 +33,7 @@ from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 from tilewise.kernels.soft_cap import wide_cap
 
-_ONES = gl.constexpr(int(__import__("os").environ.get("TW_ONES", "0")))
+_ONES = gl.constexpr(0)
 _STRIDES = ["stride_o_t8", "stride_o_h8", "stride_bt_b"]
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 

@@ -156,17 +156,22 @@ def _round_queries(q_s, q8_s, HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, ROTAT
 
 
 @gluon.jit
-def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, QUICK: gl.constexpr = False):
+def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, PART: gl.constexpr = 0):
     """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row.
 
     ``QUICK`` is for rows that ``_may_be_quick`` allows.
     """
-    m_new = gl.maximum(m, row_max(s, QUICK) * scale_log2 - SHIFT)
+    m_new = gl.maximum(m, row_max(s, PART == 1) * scale_log2 - SHIFT)
     m_new = gl.where(m_new - m > SLACK, m_new, m)
-    if QUICK:
-        p = gl.exp2(gl.fma(s, _like(s, scale_log2), _like(s, -m_new)))
-    else:
-        p = gl.exp2(s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1))
+    p = s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1)
+    if PART > 0:
+        fused = gl.fma(s, _like(s, scale_log2), _like(s, -m_new))
+        if PART == 1:
+            p = fused
+        else:
+            # By row: a row's bits must not depend on which loop its neighbours allow.
+            p = gl.where(_like(s, _is_bounded(scale_log2)), fused, p)
+    p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
     share = row_sums(p, BLOCK_N)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
@@ -180,6 +185,11 @@ def _like(x, rows):
 
 
 @gluon.jit
+def _is_bounded(scale_log2):
+    return scale_log2 * _LARGEST_PRODUCT < 1048576.0
+
+
+@gluon.jit
 def _may_be_quick(m, scale_log2, yes, no):
     """``yes`` where maxima may be found among bits, and logits may miss theirs by a rounding.
 
@@ -187,8 +197,7 @@ def _may_be_quick(m, scale_log2, yes, no):
     logit: 2**-4 at most where logits stay below 2**20.  Beyond 448 / 2**(SHIFT + SLACK) of its
     range e4m3 would saturate.
     """
-    bounded = scale_log2 * _LARGEST_PRODUCT < 1048576.0
-    return may_compare_bits(gl.where(bounded, m, -1e30), yes, no)
+    return may_compare_bits(gl.where(_is_bounded(scale_log2), m, -1e30), yes, no)
 
 
 @gluon.jit
@@ -274,7 +283,7 @@ def _consumer(
                 if part == 0:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, 0)
-                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, part == 1)
+                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, part)
                 p8 = _weights(p, BLOCK_N, p_layout)
                 _wait_for_turn(turns, GROUP, ring)
                 mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)

@@ -175,35 +175,30 @@ def row_sums(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def row_max(s, BY_BITS: gl.constexpr):
-    """The largest of each row, or, found among bits as integers, a lower bound where all are negative.
+    """The largest of each row; ``BY_BITS``: where all are negative, the smallest instead.
 
-    sm_90 takes the largest of three integers in one instruction, but of two floats only.  Bits of
-    floats order as the floats do, negative ones the other way round.  A stale maximum that may only
-    move up to a value above 0 does not see the difference (``may_compare_bits``).
+    sm_90 finds the largest of three integers in one instruction, but of two floats only, and bits
+    of floats order as the floats do, those of negative ones the other way round.  A stale maximum
+    that nothing below 0 can move does not see the difference (``may_compare_bits``).
     """
     if BY_BITS:
-        # Thirds and quarters first: ptxas fuses pairs of maxima only where they are a chain.
+        # Elementwise first: what a reduction makes of all is not the chain that ptxas looks for.
         a, b, c, d = _quarters(s.to(gl.int32, bitcast=True))
-        largest = gl.reduce(gl.maximum(gl.maximum(gl.maximum(a, b), c), d), 1, _maximum)
-        return gl.convert_layout(
-            largest.to(gl.float32, bitcast=True), gl.SliceLayout(1, s.type.layout)
-        )
+        largest = gl.max(gl.maximum(gl.maximum(gl.maximum(a, b), c), d), 1)
+        largest = largest.to(gl.float32, bitcast=True)
+        return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout))
     else:
         return gl.max(s, 1)
 
 
 @gluon.jit
-def _maximum(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
 def _quarters(x):
-    x = gl.reshape(x, [ROWS, x.shape[1] // 32, 2, 2, 8])
-    even, odd = gl.split(gl.permute(x, (0, 1, 4, 2, 3)))
+    """Every fourth group of eight columns, four times: ``[64, N]`` as four of ``[64, N / 4]``."""
+    SHAPE: gl.constexpr = [ROWS, x.shape[1] // 4]
+    x = gl.permute(gl.reshape(x, [ROWS, x.shape[1] // 32, 2, 2, 8]), (0, 1, 4, 2, 3))
+    even, odd = gl.split(x)
     a, b = gl.split(even)
     c, d = gl.split(odd)
-    SHAPE: gl.constexpr = [ROWS, a.shape[1] * 8]
     return gl.reshape(a, SHAPE), gl.reshape(b, SHAPE), gl.reshape(c, SHAPE), gl.reshape(d, SHAPE)
 
 
@@ -211,9 +206,9 @@ def _quarters(x):
 def may_compare_bits(m, yes, no):
     """``yes`` where every row's maximum is at least -8, in base 2, else ``no``; for ``row_max``.
 
-    From there on no logit up to 0 moves a maximum that is kept while no logit exceeds it by 8.
-    Through a vote: ptxas must see that all threads of a warp agree, or it keeps loop counters and
-    what is computed from them in registers of a thread.
+    A maximum is kept while no logit exceeds it by 8, so from there on no logit up to 0 moves it.
+    Through a vote: unless ptxas sees that the threads of a warp agree, loop counters and what is
+    computed from them take registers and instructions of every thread.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ge.f32 p, $1, 0fC1000000; vote.sync.all.pred p, p, 0xffffffff; "
@@ -223,16 +218,15 @@ def may_compare_bits(m, yes, no):
 
 
 @gluon.jit
-def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, BY_BITS: gl.constexpr = False, ADD: gl.constexpr = True):
+def softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, BY_BITS: gl.constexpr = False):
     """Online softmax with a stale maximum; m starts at -1e30, so masked rows give 0, not NaN."""
     m_new = gl.maximum(m, row_max(s, BY_BITS) * scale_log2)
     m_new = gl.where(m_new - m > 8.0, m_new, m)
     p = gl.exp2(s * of_rows(scale_log2) - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
-    if ADD:
-        share = row_sums(p, BLOCK_N)
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-        sums = sums * gl.expand_dims(factor, 1) + share
+    share = row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
     return p, m_new, sums, alpha
 
 
@@ -244,7 +238,7 @@ _T0, _T1, _SMALL = gl.constexpr(T0), gl.constexpr(T1), gl.constexpr(SMALL)
 @gluon.jit
 def capped_softmax(
     s, m, sums, scale_log2, cap_factor, rows_left, GROUP_PAD: gl.constexpr,
-    BLOCK_N: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_N: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """``softmax(soft_cap(s, cap_factor), ...)`` where no logit is masked.
 
@@ -284,10 +278,9 @@ def capped_softmax(
         )
     p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
-    if ADD:
-        share = row_sums(p, BLOCK_N)
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-        sums = sums * gl.expand_dims(factor, 1) + share
+    share = row_sums(p, BLOCK_N)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
+    sums = sums * gl.expand_dims(factor, 1) + share
     return p, m_new, sums, alpha
 
 

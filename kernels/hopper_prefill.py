@@ -24,7 +24,6 @@ what the copies' descriptors describe, and therefore read as zeros.  Two roles
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.geometry import next_power_of_2
 from tilewise.kernels.hopper_parts import ROWS, barriers, capped_scales, describe
@@ -33,7 +32,6 @@ from tilewise.kernels.launch import KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 from tilewise.kernels.soft_cap import wide_cap
 
-_ONES = gl.constexpr(0)
 _STRIDES = ["stride_o_t8", "stride_o_h8", "stride_bt_b"]
 _VARYING = ["query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"]
 
@@ -66,14 +64,6 @@ def _hopper_prefill_kernel(
     v_slabs_s = v_s._reinterpret(dtype, [STAGES * SLABS, BLOCK_N, 64], slab_layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_s = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], flat)
-    if _ONES & ((BLOCK_D == 64) + 2 * (cap_factor is not None) + 4 * (BLOCK_D == 128)):
-        ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], dtype)
-        ones_s = gl.allocate_shared_memory(dtype, [8, BLOCK_N], ones_layout)
-        full_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        ones_s.store(gl.full([8, BLOCK_N], 1.0, dtype, full_layout))
-        fence_async_shared()
-    else:
-        ones_s: gl.constexpr = None
     bars = (
         barriers(2, 1), barriers(2, 1), barriers(STAGES, 1),
         barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1),
@@ -83,13 +73,13 @@ def _hopper_prefill_kernel(
         [
             (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
-                ones_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0, NUM_KV_HEADS,
+                tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
                 WIDE_CAP,
             )),
             (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, None, None, bars, q_s, q_s, k_s, v_s, v_slabs_s,
-                ones_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1, NUM_KV_HEADS,
+                tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1, NUM_KV_HEADS,
                 GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N, STAGES, 0, 0,
                 WIDE_CAP,
             )),

@@ -48,7 +48,6 @@ SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
 _SIGN_SEED = gl.constexpr(SEED.value)
 # Queries are below 2**8 once a row's power of two is taken out, keys at most 448.
 _LARGEST_PRODUCT = gl.constexpr(128 * 256.0 * 448.0)
-_TURN = gl.constexpr(2)
 
 
 @gluon.jit
@@ -203,8 +202,7 @@ def _may_be_quick(m, scale_log2, yes, no):
 @gluon.jit
 def _wait_for_turn(turns, GROUP: gl.constexpr, round):
     """The warpgroups start their products in turn, the first one first."""
-    if _TURN:
-        mbarrier.wait(turns.index(GROUP), (round & 1) ^ (1 - GROUP))
+    mbarrier.wait(turns.index(GROUP), (round & 1) ^ (1 - GROUP))
 
 
 @gluon.jit
@@ -296,16 +294,11 @@ def _consumer(
                 logits = warpgroup_mma(
                     q8, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
-                if _TURN == 3:
-                    mbarrier.arrive(turns.index(1 - GROUP))
                 products = warpgroup_mma_wait(1, deps=[pending])
                 mbarrier.arrive(vt_empty.index(v_stage))
-                if _TURN == 2:
-                    mbarrier.arrive(turns.index(1 - GROUP))
+                mbarrier.arrive(turns.index(1 - GROUP))
                 acc = _promote(acc, alpha, products)
                 s = warpgroup_mma_wait(0, deps=[logits])
-                if _TURN == 1:
-                    mbarrier.arrive(turns.index(1 - GROUP))
                 mbarrier.arrive(k_empty.index(stage))
         s = mask(s, first_pos, 0, GROUP_PAD, BLOCK_N, 0)
         p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
@@ -317,8 +310,7 @@ def _consumer(
             p8, vt_s.index(v_stage).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
         products = warpgroup_mma_wait(0, deps=[pending])
-        if _TURN:
-            mbarrier.arrive(turns.index(1 - GROUP))
+        mbarrier.arrive(turns.index(1 - GROUP))
         acc = _promote(acc, alpha, products)
         mbarrier.arrive(vt_empty.index(v_stage))
         ring += 1

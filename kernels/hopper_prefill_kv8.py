@@ -167,13 +167,13 @@ def _hopper_prefill_kv8_kernel(
         [
             (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
-                v_s, v_slabs_s, None, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0,
+                v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
                 STAGES, K_SCALE_STEP, V_SCALE_STEP, False,
             )),
             (consumer, (
                 out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s,
-                v_s, v_slabs_s, None, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1,
+                v_s, v_slabs_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, cap_factor, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE, WINDOW, BLOCK_N,
                 STAGES, K_SCALE_STEP, V_SCALE_STEP, False,
             )),

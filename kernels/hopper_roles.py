@@ -259,14 +259,9 @@ def _products(q, k, zero, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _column(rows, layout: gl.constexpr):
-    return gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, layout)), 1)
-
-
-@gluon.jit
 def consumer(
     out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, raw_q_s, q_s, k_s, v_s, v_slabs_s,
-    ones_s, tile_s,
+    tile_s,
     stride_o_t8, stride_o_h8, scale_log2, cap_factor, GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -284,13 +279,11 @@ def consumer(
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_s.dtype
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
-    # Masked blocks, blocks whose maxima are compared by bits, further ones without a mask, and
+    # Blocks at the diagonal; those that need no mask, their maxima found among bits or not; and
     # under a window its edge on the left.
     PARTS: gl.constexpr = 4 if WINDOW else 3
-    # At head size 256 the products leave nothing to gain, and no registers.
+    # Heads of 256 leave no registers for it, and their products take longer than softmax does.
     BY_BITS: gl.constexpr = cap_factor is None and BLOCK_D <= 128
-    ones_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    ONES: gl.constexpr = ones_s is not None
     q = q_s.index(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     k_ring = 0
@@ -319,7 +312,6 @@ def consumer(
         count = blocks - gl.minimum(first_key // BLOCK_N, blocks - 1)
         # Block n (of 0 .. count) is blocks - 1 - n. Those from ``whole`` to ``edge`` need no mask:
         # they lie below the diagonal and, under a window, right of the last row's first key.
-        # Up to ``quick`` the largest logit is found among bits.
         whole = gl.maximum(blocks - gl.maximum(first_pos + 1, 0) // BLOCK_N, 1)
         whole = gl.minimum(whole, count)
         edge = count
@@ -334,10 +326,7 @@ def consumer(
         s = mask(s, first_pos, (blocks - 1) * BLOCK_N, GROUP_PAD, BLOCK_N, WINDOW)
         m = gl.maximum(m, gl.max(s, 1) * scale)
         p = gl.exp2(s * of_rows(scale) - gl.expand_dims(m, 1))
-        if ONES:
-            sums = gl.zeros([ROWS, 8], gl.float32, ones_layout)
-        else:
-            sums = row_sums(p, BLOCK_N)
+        sums = row_sums(p, BLOCK_N)
         alpha = gl.full([ROWS], 1.0, gl.float32, m_layout)
         keys_left = seq_len - (blocks - 1) * BLOCK_N
         if keys_left < BLOCK_N:
@@ -369,23 +358,17 @@ def consumer(
                 acc = rescale(acc, alpha)
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
-                if ONES:
-                    sums = sums * _column(alpha, ones_layout)
-                    sums = warpgroup_mma(p16, ones_s.permute((1, 0)), sums, is_async=True)
-                    s = warpgroup_mma_wait(2, deps=[s])
-                else:
-                    s = warpgroup_mma_wait(1, deps=[s])
+                s = warpgroup_mma_wait(1, deps=[s])
                 if part == 0 or part == 3:
                     s = soft_cap(s, cap)
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
                 if cap_factor is not None and part == 2:
                     p, m, sums, alpha = capped_softmax(
-                        s, m, sums, scale, cap, rows_left, GROUP_PAD, BLOCK_N, WIDE_CAP,
-                        not ONES,
+                        s, m, sums, scale, cap, rows_left, GROUP_PAD, BLOCK_N, WIDE_CAP
                     )
                 else:
-                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, part == 1, not ONES)
+                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, part == 1)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends
@@ -408,17 +391,11 @@ def consumer(
             if strangers > 0:
                 clear_rows(v_slabs_s, v_stage, strangers, BLOCK_N, BLOCK_N, BLOCK_D)
         pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
-        if ONES:
-            sums = sums * _column(alpha, ones_layout)
-            sums = warpgroup_mma(p16, ones_s.permute((1, 0)), sums, is_async=True)
-        acc, sums = warpgroup_mma_wait(0, deps=[pending, sums])
+        acc = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(v_empty.index(v_stage))
         v_ring += 1
 
-        if ONES:
-            total = gl.convert_layout(gl.max(sums, 1), m_layout)
-        else:
-            total = gl.convert_layout(gl.sum(sums, 1), m_layout)
+        total = gl.convert_layout(gl.sum(sums, 1), m_layout)
         factor = 1.0
         if sinks_ptr is not None:
             m, total, factor = add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)

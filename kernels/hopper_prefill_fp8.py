@@ -4,13 +4,16 @@ The maths are those of ``tilewise.kernels.prefill`` with ``FP8_DOT="promoted"``,
 tiles, rings and roles those of ``tilewise.kernels.hopper_prefill``, with two differences.
 
 * The matrix units read 8-bit operands along their inner dimension only, and for P V that is the
-  key: values have to be transposed.  A partition of four warps does it (``_transposer``), from the
+  key: values have to be transposed.  A partition of four warps does it (``transposer``), from the
   ring that the copy engine fills into a ring that the consumers read: 8x8 matrices of 16 bits, two
   columns each, are read transposed, and a byte permutation puts the keys of a column side by side.
 * A thread's weights, as they come out of Q K^T, are those of keys ``2c, 2c + 1, 8 + 2c, 9 + 2c`` of
   every 16, where the next product wants four neighbours, ``4c .. 4c + 4``.  Instead of exchanging
   weights the transposer writes keys in that order: key ``8 j + 2 c + b`` of 16 goes to place
   ``4 c + 2 j + b``.
+
+The consumers take turns: while one's products occupy the matrix units, the other takes
+exponentials.  In no order both wait for the units, and then both take exponentials.
 
 Queries come as 16 bits; each consumer rotates them, if keys are rotated, and rounds them to e4m3
 in its prologue.  Products of one key block are added by the tensor cores, whose accumulator keeps
@@ -21,154 +24,46 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewise.geometry import next_power_of_2
-from tilewise.kernels.hadamard import SEED
+from tilewise.kernels.hopper_fp8_parts import round_queries, transposer, weights
 from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
     describe,
     mask,
     may_compare_bits,
-    partition_barrier,
     row_max,
     row_sums,
 )
-from tilewise.kernels.hopper_roles import TILE_FIELDS, add_sink, producer, read_tile, store_rows
+from tilewise.kernels.hopper_roles import TILE_FIELDS, end_tile, producer, read_tile
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
 # As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
 SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
-_SIGN_SEED = gl.constexpr(SEED.value)
 # Queries are below 2**8 once a row's power of two is taken out, keys at most 448.
 _LARGEST_PRODUCT = gl.constexpr(128 * 256.0 * 448.0)
+# Blocks at the diagonal; those below it, if every row is quick (``_may_be_quick``); and if not.
+_MASKED, _QUICK, _MIXED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr):
-    """64 keys of ``v_part`` [64, D / 2] into ``vt_part`` [D, 32], both of 16 bits a pair.
-
-    Rows at or past ``keys_left`` become 0: their weight is 0, but 0 * NaN is not.
-    """
-    # Key bits: 1 and 8 in a register's halves and its neighbour, 2 and 4 across lanes, as an 8x8
-    # matrix read transposed leaves them.
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [0, 8], [0, 16], [0, 32]],
-        lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-    pairs = v_part.load(layout)
-    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    pairs = gl.where(gl.expand_dims(row < keys_left, 1), pairs, 0)
-    # Two registers hold (column 0, column 1) of keys 2c, 2c + 1 and of 8 + 2c, 9 + 2c; then one
-    # holds column 0 of the four, the other column 1.
-    pairs = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=&r,r,r", [pairs],
-        dtype=gl.int16, is_pure=True, pack=4,
-    )  # fmt: skip
-    # [16 keys, column of two, c, b, pair of columns] -> [D, places / 2]
-    wide = gl.reshape(pairs, [4, 2, 4, 2, BLOCK_D // 2])
-    turned = gl.reshape(gl.permute(wide, (4, 1, 0, 2, 3)), [BLOCK_D, 32])
-    vt_part.store(turned)
-
-
-@gluon.jit
-def _transposer(
-    bars, turned, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Turn every block of values for the consumers."""
-    _, _, _, _, v_full, v_empty, t_full, t_empty = bars
-    vt_full, vt_empty = turned
-    ring = 0
-    done = 0
-    _, _, _, seq_len, _, blocks, _ = read_tile(tile_s, t_full, t_empty, 0, 0, GROUP_PAD)
-    while blocks > 0:
-        for n in range(blocks):
-            stage = ring % STAGES
-            parity = (ring // STAGES) & 1
-            keys_left = seq_len - (blocks - 1 - n) * BLOCK_N
-            mbarrier.wait(v_full.index(stage), parity)
-            mbarrier.wait(vt_empty.index(stage), parity ^ 1)
-            for part in gl.static_range(BLOCK_N // 64):
-                _transpose_part(
-                    v_pairs_s.index(stage).slice(part * 64, 64),
-                    vt_pairs_s.index(stage).slice(part * 32, 32, dim=1),
-                    part * 64, keys_left, HEAD_DIM,
-                )  # fmt: skip
-            fence_async_shared()
-            partition_barrier()
-            mbarrier.arrive(v_empty.index(stage))
-            mbarrier.arrive(vt_full.index(stage))
-            ring += 1
-        done += 1
-        _, _, _, seq_len, _, blocks, _ = read_tile(tile_s, t_full, t_empty, done, 0, GROUP_PAD)
-
-
-@gluon.jit
-def _rotate(x, D: gl.constexpr, STEPS: gl.constexpr):
-    """As ``tilewise.kernels.hadamard.rotate_rows``; a thread must hold whole rows."""
-    column = gl.arange(0, D, gl.SliceLayout(0, x.type.layout)).to(gl.uint32)
-    bits = (column + _SIGN_SEED) * 0x9E3779B1
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = bits ^ (bits >> 13)
-    x = x * gl.expand_dims(1.0 - 2.0 * (bits & 1).to(gl.float32), 0)
-    layout: gl.constexpr = x.type.layout
-    for _ in gl.static_range(STEPS):
-        a, b = gl.split(gl.reshape(x, [ROWS, D // 2, 2]))
-        x = gl.reshape(gl.permute(gl.join(a + b, a - b), (0, 2, 1)), [ROWS, D])
-        x = gl.convert_layout(x, layout)
-    return x * (D**-0.5)
-
-
-@gluon.jit
-def _round_queries(q_s, q8_s, HEAD_DIM: gl.constexpr, STEPS: gl.constexpr, ROTATED: gl.constexpr):
-    """Round 64 rows of 16 bits to e4m3 in ``q8_s``; return each row's factor, a power of two."""
-    # A thread must hold whole rows to rotate them; else eight share a row, without conflicts.
-    layout: gl.constexpr = (
-        gl.BlockedLayout([1, HEAD_DIM], [32, 1], [4, 1], [1, 0])
-        if ROTATED
-        else gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    )
-    wide = q_s.load(layout).to(gl.float32)
-    if ROTATED:
-        wide = _rotate(wide, HEAD_DIM, STEPS)
-        # Rounded as the plain kernel does.
-        wide = wide.to(q_s.dtype).to(gl.float32)
-    largest = gl.max(gl.maximum(wide, -wide), 1)
-    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = gl.minimum(gl.maximum(exponent, 127 - 64), 253)
-    inverse = ((254 + 7 - exponent) << 23).to(gl.float32, bitcast=True)
-    factor = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
-    q8_s.store((wide * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
-    fence_async_shared()
-    partition_barrier()
-    return factor
-
-
-@gluon.jit
-def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, PART: gl.constexpr = 0):
-    """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row.
-
-    ``QUICK`` is for rows that ``_may_be_quick`` allows.
-    """
-    m_new = gl.maximum(m, row_max(s, PART == 1) * scale_log2 - SHIFT)
+def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, PART: gl.constexpr):
+    """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row."""
+    m_new = gl.maximum(m, row_max(s, PART == _QUICK) * scale_log2 - SHIFT)
     m_new = gl.where(m_new - m > SLACK, m_new, m)
     p = s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1)
-    if PART > 0:
+    if PART != _MASKED:
         fused = gl.fma(s, _like(s, scale_log2), _like(s, -m_new))
-        if PART == 1:
+        if PART == _QUICK:
             p = fused
         else:
-            # By row: a row's bits must not depend on which loop its neighbours allow.
+            # Row by row: bits must not depend on which loop the neighbours allow.
             p = gl.where(_like(s, _is_bounded(scale_log2)), fused, p)
     p = gl.exp2(p)
     alpha = gl.exp2(m - m_new)
@@ -201,16 +96,12 @@ def _may_be_quick(m, scale_log2, yes, no):
 
 @gluon.jit
 def _wait_for_turn(turns, GROUP: gl.constexpr, round):
-    """The warpgroups start their products in turn, the first one first."""
+    """The first warpgroup starts the products of block ``round``, then the second.
+
+    ``turns[GROUP]`` gets one arrival a block from the other one, whose first one is not waited for:
+    both walk the same blocks of the same tiles, so neither can be two arrivals ahead.
+    """
     mbarrier.wait(turns.index(GROUP), (round & 1) ^ (1 - GROUP))
-
-
-@gluon.jit
-def _weights(p, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Weights as e4m3 operand, keys in the transposer's order: nothing leaves its thread."""
-    p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, BLOCK_N // 16, 2, 4, 2])
-    p8 = gl.reshape(gl.permute(p8, (0, 1, 3, 2, 4)), [ROWS, BLOCK_N])
-    return gl.convert_layout(p8, layout)
 
 
 @gluon.jit
@@ -247,7 +138,7 @@ def _consumer(
     )
     while blocks > 0:
         mbarrier.wait(q_full.index(GROUP), done & 1)
-        factor = _round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
+        factor = round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
         mbarrier.arrive(q_empty.index(GROUP))  # rounded, they lie elsewhere
         scale = gl.convert_layout(factor, m_layout) * scale_log2
         if k_scale_ptr is not None:
@@ -265,12 +156,11 @@ def _consumer(
         m = gl.full([ROWS], -1e30, gl.float32, m_layout)
         sums = row_sums(zero, BLOCK_N)
         # While one warpgroup takes exponentials, the other's products keep the matrix units busy.
-        # Masked blocks, blocks of quick softmax, further ones.
         for part in gl.static_range(3):
-            if part == 0:
+            if part == _MASKED:
                 begin = 0
                 end = whole
-            elif part == 1:
+            elif part == _QUICK:
                 begin = whole
                 end = _may_be_quick(m, scale, blocks - 1, whole)
             else:
@@ -278,11 +168,11 @@ def _consumer(
                 end = blocks - 1
             for n in range(begin, end):
                 v_stage = ring % STAGES
-                if part == 0:
+                if part == _MASKED:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, 0)
                 p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, part)
-                p8 = _weights(p, BLOCK_N, p_layout)
+                p8 = weights(p, BLOCK_N, p_layout)
                 _wait_for_turn(turns, GROUP, ring)
                 mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
                 pending = warpgroup_mma(
@@ -301,8 +191,8 @@ def _consumer(
                 s = warpgroup_mma_wait(0, deps=[logits])
                 mbarrier.arrive(k_empty.index(stage))
         s = mask(s, first_pos, 0, GROUP_PAD, BLOCK_N, 0)
-        p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N)
-        p8 = _weights(p, BLOCK_N, p_layout)
+        p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, _MASKED)
+        p8 = weights(p, BLOCK_N, p_layout)
         v_stage = ring % STAGES
         _wait_for_turn(turns, GROUP, ring)
         mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
@@ -315,17 +205,10 @@ def _consumer(
         mbarrier.arrive(vt_empty.index(v_stage))
         ring += 1
 
-        total = gl.convert_layout(gl.sum(sums, 1), m_layout)
-        factor = 1.0
-        if sinks_ptr is not None:
-            m, total, factor = add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
-        if v_scale_ptr is not None:
-            factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
-        inverse = gl.where(total != 0.0, factor / total, 0.0)
-        acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        store_rows(
-            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8,
-            stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HEAD_DIM, HAS_LSE,
+        end_tile(
+            out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, acc, m, sums, row_token, rows_left, kv_head,
+            stride_o_t8, stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HEAD_DIM,
+            HAS_LSE, V_SCALE_STEP,
         )  # fmt: skip
         done += 1
         row_token, rows_left, first_pos, _, kv_head, blocks, _ = read_tile(
@@ -385,18 +268,18 @@ def _hopper_prefill_fp8_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s, q8_s,
-                k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 0,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s,
+                q8_s, k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 0,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
             (_consumer, (
-                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s, q8_s,
-                k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 1,
+                out_ptr, lse_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, bars, turned, turns, q_s,
+                q8_s, k_s, vt_s, tile_s, stride_o_t8, stride_o_h8, scale_log2, 1,
                 NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, STEPS, HAS_LSE, BLOCK_N, STAGES,
                 K_SCALE_STEP, V_SCALE_STEP, ROTATED,
             )),
-            (_transposer, (
+            (transposer, (
                 bars, turned, v_pairs_s, vt_pairs_s, tile_s, GROUP_PAD, HEAD_DIM, BLOCK_N, STAGES,
             )),
             (producer, (

@@ -149,7 +149,7 @@ def _store_layout(head_dim):
 
 
 @gluon.jit
-def store_rows(
+def _store_rows(
     out_ptr, lse_ptr, acc, m, sums, row_token, rows_left, kv_head, stride_o_t8, stride_o_h8,
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -186,7 +186,7 @@ def store_rows(
 
 
 @gluon.jit
-def add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr):
+def _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr, GROUP_PAD: gl.constexpr):
     """Give each row's sum its head's sink; return the maximum, the sum, the weights' factor."""
     row = gl.arange(0, ROWS, m.type.layout)
     head = row % GROUP_PAD
@@ -196,6 +196,28 @@ def add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE: gl.constexpr, GROUP_PAD: 
     m_new = gl.maximum(m, sink)
     factor = gl.exp2(m - m_new)
     return m_new, total * factor + gl.exp2(sink - m_new), factor
+
+
+@gluon.jit
+def end_tile(
+    out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, acc, m, sums, row_token, rows_left, kv_head,
+    stride_o_t8, stride_o_h8, NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    GROUP_PAD: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE: gl.constexpr,
+    V_SCALE_STEP: gl.constexpr,
+):  # fmt: skip
+    """Divide by the sums, sinks among them, apply the values' scale, and write the rows."""
+    total = gl.convert_layout(gl.sum(sums, 1), m.type.layout)
+    factor = 1.0
+    if sinks_ptr is not None:
+        m, total, factor = _add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
+    if v_scale_ptr is not None:
+        factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
+    inverse = gl.where(total != 0.0, factor / total, 0.0)
+    acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout)), 1)
+    _store_rows(
+        out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8, stride_o_h8,
+        NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -395,17 +417,10 @@ def consumer(
         mbarrier.arrive(v_empty.index(v_stage))
         v_ring += 1
 
-        total = gl.convert_layout(gl.sum(sums, 1), m_layout)
-        factor = 1.0
-        if sinks_ptr is not None:
-            m, total, factor = add_sink(m, total, sinks_ptr, kv_head, GROUP_SIZE, GROUP_PAD)
-        if v_scale_ptr is not None:
-            factor *= gl.load(v_scale_ptr + kv_head * V_SCALE_STEP)
-        inverse = gl.where(total != 0.0, factor / total, 0.0)
-        acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        store_rows(
-            out_ptr, lse_ptr, acc, m, total, row_token, rows_left, kv_head, stride_o_t8,
-            stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D, HAS_LSE,
+        end_tile(
+            out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, acc, m, sums, row_token, rows_left, kv_head,
+            stride_o_t8, stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, BLOCK_D,
+            HAS_LSE, V_SCALE_STEP,
         )  # fmt: skip
         done += 1
         row_token, rows_left, first_pos, seq_len, kv_head, blocks, first_key = read_tile(

@@ -191,6 +191,7 @@ class KvCache:
 
         An fp8 cache's scale may be anything, and so the logits large: a product that is rounded
         in the maximum and not rounded in the difference would make weights of 2**(its rounding).
+        Kernels that know a bound of their logits may ask for single fused operations.
         """
         return {"enable_fp_fusion": False} if self.format else {}
 

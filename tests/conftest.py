@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_vllm)
 
 
+def pytest_configure() -> None:
+    # Each of several workers would take all cores for its references.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run: the GPU, or CPU tensors for the interpreter."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Case, make_attention, make_batch, plan_batch
 from test_fp8_matmul import run_and_check
-from test_hopper import HOPPER, OLD_TRITON, SLOPES, compiled, needs_hopper, steer_logits
+from test_hopper import HOPPER, OLD_TRITON, compiled, needs_hopper, steer_logits
 
 from tilewise import counters, policy
 
@@ -28,16 +28,16 @@ def check_budget(rows):
         assert row["setmaxnreg"] > 0, row
         loops = [loop for loop in row["loops"] if loop["QGMMA"] == 8]
         loops = [loop for loop in loops if loop["instructions"] < 1050]
-        # In each of the two consumers: one with masks, one without.
-        assert len(loops) == 4, row
+        # In each of the two consumers: one with masks and two without, a quick one among them.
+        assert len(loops) == 6, row
         for loop in loops:
             assert loop["HGMMA"] == 0, row
             assert loop["LDL"] + loop["STL"] <= 2, row
         loops.sort(key=lambda loop: loop["instructions"])
-        for loop in loops[:2]:
-            # A product and a difference for each of 64 weights: fused, they would be rounded
-            # once, and a maximum of 2**24 miss itself by more than e4m3 has room for.
-            assert loop["instructions"] <= 590, row
+        for loop in loops[:4]:
+            # The quick one finds maxima among bits, and has one operation where the other has a
+            # product, a difference, both as one, and a choice for each of 64 weights.
+            assert loop["instructions"] <= (450 if loop in loops[:2] else 600), row
             assert loop["LDL"] == loop["STL"] == 0, row
             # Pairs of weights become fours; were weights exchanged, there would be more.
             assert loop["PRMT"] <= 16, row
@@ -124,9 +124,13 @@ def test_matches_reference(case, rotated):
     assert attn._buffers.header[3:].tolist() == [0, 0]
 
 
+# What fits into a tensor core's 14 bits beside other products.
+SMALL_SLOPES = [(-7, -7), (-3, -20), (-20, -3), (2, -5), (-12, -3), (20, -20), (-5.4, -5.7)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("last", "first"), SLOPES)
+@pytest.mark.parametrize(("last", "first"), SMALL_SLOPES)
 def test_maxima_below_zero(last, first, every):
     """Compared as integers, the largest of negative logits is not found, and need not be."""
     needs_hopper()

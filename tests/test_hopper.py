@@ -274,7 +274,7 @@ SLOPES = [(-60, -60), (-10, -300), (-300, -10), (20, -5), (-200, -5), (300, -300
 
 
 def steer_logits(batch, case, last, first, every):
-    """Add ``last`` to the last logit, ``first`` to the first, by one column; some heads get none."""
+    """Add ``last`` to the last logit, ``first`` to the first; every other head may get none."""
     scale = case.head_dim**-0.5
     batch.q[: batch.num_tokens, :, 0] = 0.0
     batch.q[: batch.num_tokens, ::every, 0] = 16.0

@@ -13,7 +13,7 @@ tiles, rings and roles those of ``tilewise.kernels.hopper_prefill``, with two di
   ``4 c + 2 j + b``.
 
 The consumers take turns: while one's products occupy the matrix units, the other takes
-exponentials.  In no order both wait for the units, and then both take exponentials.
+exponentials.  Without an order both wait for the units, and then both take exponentials.
 
 Queries come as 16 bits; each consumer rotates them, if keys are rotated, and rounds them to e4m3
 in its prologue.  Products of one key block are added by the tensor cores, whose accumulator keeps
@@ -46,7 +46,7 @@ from tilewise.kernels.plan import COUNTERS
 
 # As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
 SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
-# Queries are below 2**8 once a row's power of two is taken out, keys at most 448.
+# Queries come to 2**8 at most once their row's power of two is taken out, keys to 448.
 _LARGEST_PRODUCT = gl.constexpr(128 * 256.0 * 448.0)
 # Blocks at the diagonal; those below it, if every row is quick (``_may_be_quick``); and if not.
 _MASKED, _QUICK, _MIXED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -88,8 +88,8 @@ def _may_be_quick(m, scale_log2, yes, no):
     """``yes`` where maxima may be found among bits, and logits may miss theirs by a rounding.
 
     A logit as one fused operation and the maximum as a rounded product differ by 2**-24 of the
-    logit: 2**-4 at most where logits stay below 2**20.  Beyond 448 / 2**(SHIFT + SLACK) of its
-    range e4m3 would saturate.
+    logit: 2**-4 at most where logits stay below 2**20.  Weights of 2**(SHIFT + SLACK), the largest
+    otherwise, have a factor of 1.75 left before e4m3 saturates.
     """
     return may_compare_bits(gl.where(_is_bounded(scale_log2), m, -1e30), yes, no)
 
@@ -98,8 +98,9 @@ def _may_be_quick(m, scale_log2, yes, no):
 def _wait_for_turn(turns, GROUP: gl.constexpr, round):
     """The first warpgroup starts the products of block ``round``, then the second.
 
-    ``turns[GROUP]`` gets one arrival a block from the other one, whose first one is not waited for:
-    both walk the same blocks of the same tiles, so neither can be two arrivals ahead.
+    ``turns[GROUP]`` gets one arrival a block, from the other one.  Each arrival follows a turn of
+    one's own, which followed the other's last arrival, so nobody is ever two arrivals ahead.  No
+    warp misses a phase either: Gluon has a partition's warps meet before one of them arrives.
     """
     mbarrier.wait(turns.index(GROUP), (round & 1) ^ (1 - GROUP))
 

@@ -35,6 +35,9 @@ from tilewise.kernels.hopper_parts import (
 )
 
 TILE_FIELDS = gl.constexpr(7)
+# Parts of a tile's blocks: at the diagonal; below it, their maxima found among bits, or not; at a
+# window's left edge.
+_DIAGONAL, _BITS, _BELOW, _EDGE = (gl.constexpr(i) for i in range(4))
 
 
 @gluon.jit
@@ -301,8 +304,6 @@ def consumer(
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_s.dtype
     TOKENS: gl.constexpr = ROWS // GROUP_PAD
-    # Blocks at the diagonal; those that need no mask, their maxima found among bits or not; and
-    # under a window its edge on the left.
     PARTS: gl.constexpr = 4 if WINDOW else 3
     # Heads of 256 leave no registers for it, and their products take longer than softmax does.
     BY_BITS: gl.constexpr = cap_factor is None and BLOCK_D <= 128
@@ -356,15 +357,15 @@ def consumer(
             clear_rows(v_slabs_s, v_ring % STAGES, 0, keys_left, BLOCK_N, BLOCK_D)
         mbarrier.wait(k_full.index(k_ring % STAGES), (k_ring // STAGES) & 1, pred=count > 1)
         for part in gl.static_range(PARTS):
-            if part == 0:
+            if part == _DIAGONAL:
                 begin = 1
                 end = whole
-            elif part == 1:
+            elif part == _BITS:
                 begin = whole
                 end = whole
                 if BY_BITS:
                     end = may_compare_bits(m, edge, whole)
-            elif part == 2:
+            elif part == _BELOW:
                 begin = end
                 end = edge
             else:
@@ -381,16 +382,16 @@ def consumer(
                 mbarrier.wait(v_full.index(v_stage), (v_ring // STAGES) & 1)
                 pending = warpgroup_mma(p16, v_s.index(v_stage), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
-                if part == 0 or part == 3:
+                if part != _BITS and part != _BELOW:
                     s = soft_cap(s, cap)
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, WINDOW)
-                if cap_factor is not None and part == 2:
+                if cap_factor is not None and part == _BELOW:
                     p, m, sums, alpha = capped_softmax(
                         s, m, sums, scale, cap, rows_left, GROUP_PAD, BLOCK_N, WIDE_CAP
                     )
                 else:
-                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, part == 1)
+                    p, m, sums, alpha = softmax(s, m, sums, scale, BLOCK_N, part == _BITS)
                 k_ring += 1
                 v_ring += 1
                 # The wait for the next K stands before the wait for P V: its polling loop ends

@@ -74,9 +74,10 @@ def drawn_size(scale: torch.Tensor) -> torch.Tensor:
 
 
 def enough_pages(config: Config, page_size: int) -> int:
-    """Pages that have an edge between them, and where there is a Gluon prefill, all its loops.
+    """Pages that have an edge between them, and where there is a Gluon prefill, its main loop.
 
-    Such a kernel masks the key blocks that hold the newest tokens, and walks others without.
+    Such a kernel masks the key blocks that hold the newest tokens, and walks others without.  The
+    loop for logits that are all far below zero is left to the tests.
     """
     count = 3 if page_size <= LARGE_PAGE else 2
     hopper = config.hopper_prefill_fp8 if config.fp8_dot else config.hopper_prefill

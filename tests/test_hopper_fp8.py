@@ -6,7 +6,15 @@ import pytest
 import torch
 from cases import Case, make_attention, make_batch, plan_batch
 from test_fp8_matmul import run_and_check
-from test_hopper import HOPPER, OLD_TRITON, compiled, needs_hopper, steer_logits
+from test_hopper import (
+    HOPPER,
+    NEIGHBOURS,
+    OLD_TRITON,
+    check_bits_beside_steered_rows,
+    compiled,
+    needs_hopper,
+    steer_logits,
+)
 
 from tilewise import counters, policy
 
@@ -138,6 +146,13 @@ def test_maxima_below_zero(last, first, every):
     before = launches()
     run_and_check(case, "cuda", change=lambda batch: steer_logits(batch, case, last, first, every))
     assert launches() == before + 1
+
+
+@pytest.mark.gpu
+def test_a_neighbours_maxima_change_no_bit():
+    needs_hopper()
+    case = Case(NEIGHBOURS, **(LLAMA | {"kv_scales": ""}))
+    check_bits_beside_steered_rows(case, fp8_matmul=True)
 
 
 @pytest.mark.gpu

@@ -164,7 +164,7 @@ def test_a_cache_without_pages_is_left_alone(device):
 
 
 @pytest.mark.parametrize(("arch", "page", "size"), [(90, 64, 128), (90, 128, 64), (80, 64, 128)])
-def test_the_check_reaches_every_loop_of_a_gluon_prefill(arch, page, size):
+def test_the_check_reaches_blocks_that_a_gluon_prefill_does_not_mask(arch, page, size):
     geometry = policy.Geometry(32, 8, size, page, 2)
     config = policy.choose(geometry, ARCHITECTURES[arch])
     assert (config.hopper_prefill is not None) == (arch == 90)

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU machine that reaches no package index.
 #
-#   bench/gpu_session.sh [STEP...]        steps: unpack tests kernels serve operate
+#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines ranks demo kernels serve operate
 #                                         (default: unpack tests kernels)
+#
+# tests are those of kernels, engines those that start vLLM, ranks those that need two GPUs. What they
+# did is in OUT as JUnit's XML and as text, which also a run that was cut leaves.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -10,6 +13,8 @@
 #   SITE   where they are unpacked; PYTHONPATH gets it                    (default /tmp/site)
 #   OUT    where result files go                                         (default bench/results/h200)
 #   COMMIT the commit to record, where the checkout came without its git folder
+#   WORKERS   test processes side by side (half of the cores, at most 12; no xdist: 1)
+#   MODEL  a converted SmolLM2 for engines and demo (tests/demo/convert.py makes one)
 #   TEST_ARGS KERNEL_ARGS SERVE_ARGS OPERATE_ARGS   more arguments for pytest, for `tilewise bench …`
 #          and for tests/abuse/operate.py (abuse, JIT monitor, cold starts, roofline; in parallel)
 #   TEST_TIMEOUT KERNEL_TIMEOUT SERVE_TIMEOUT OPERATE_TIMEOUT   seconds after which a step is ended
@@ -52,6 +57,12 @@ print(":".join(d for p in nvidia.__path__ for d in glob.glob(p + "/*/lib")))
 PY
         )${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
         export LD_LIBRARY_PATH
+        # It also looks for a helper that a slim bundle leaves out, and never starts it here.
+        local helper=$site/torch/bin/torch_shm_manager
+        if [ ! -e "$helper" ]; then
+            mkdir -p "$site/torch/bin"
+            install -m 755 /dev/null "$helper"
+        fi
     fi
 }
 
@@ -81,9 +92,44 @@ print("general plugins:", ", ".join(names))
 PY
 }
 
+# pytest NAME DIST ARG...: runs tests into OUT/NAME.xml and OUT/NAME.log, several at a time.
+pytest() {
+    local name=$1 dist=$2 workers=()
+    shift 2
+    if [ "$WORKERS" -gt 1 ] && python3 -c "import xdist" 2>/dev/null; then
+        workers=(-n "$WORKERS" --dist "$dist")
+    fi
+    run timeout -k 20 "${TEST_TIMEOUT:-600}" python3 -m pytest -v "${workers[@]}" \
+        -p no:cacheprovider --junitxml="$out/$name.xml" "$@" ${TEST_ARGS:-} >"$out/$name.log" 2>&1
+    local code=$?
+    grep -E "(FAILED|ERROR) tests/" "$out/$name.log" | sort -u | head -n 40
+    echo "$(grep -c " PASSED" "$out/$name.log") passed; $(tail -n 1 "$out/$name.log" | cut -c 1-160)"
+    return $code
+}
+
 tests() {
-    run timeout -k 20 "${TEST_TIMEOUT:-600}" python3 -m pytest -m "gpu and not vllm" -q \
-        -p no:cacheprovider --junitxml="$out/tests.xml" ${TEST_ARGS:-}
+    pytest tests worksteal -m "gpu and not vllm"
+}
+
+# Longest first: a file is one worker's, since its tests share engines.
+engines() {
+    local first=(tests/test_{vllm_features_gpu,model_zoo,gpu_engine,compile_stalls,micro_batches}.py)
+    first+=(tests/test_{fallback_engine,encoder_models,start_up,start_up_fp8}.py)
+    local rest=()
+    # Patterns are not expanded here: this script's steps run under `set -f`.
+    mapfile -t rest < <(find tests -maxdepth 1 -name "test_*.py" -exec \
+        grep -lE "mark\.vllm|importorskip\(.vllm" {} + |
+        grep -vFf <(printf "%s\n" "${first[@]}" tests/test_several_gpus.py) | sort)
+    pytest engines loadfile -m "gpu and vllm" "${first[@]}" "${rest[@]}"
+}
+
+ranks() {
+    WORKERS=1 pytest ranks load -m gpu tests/test_several_gpus.py
+}
+
+demo() {
+    set -o pipefail
+    timeout -k 20 "${DEMO_TIMEOUT:-400}" make -s demo SETUP=0 2>&1 | tee "$out/demo.txt" | tail -n 3
 }
 
 kernels() {
@@ -113,6 +159,12 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+cd "$root" || exit 1
+cores=$(nproc)
+WORKERS=${WORKERS:-$((cores / 2 < 12 ? cores / 2 : 12))}
+if [ -n "${MODEL:-}" ]; then
+    export TILEWISE_SMOLLM2=$MODEL TILEWISE_DEMO_MODEL=$MODEL
+fi
 case " $steps " in *" unpack "*) step unpack unpack ;; esac
 use_site
 step describe describe
@@ -121,7 +173,7 @@ set -f
 for name in $steps; do
     case $name in
         unpack) ;;
-        tests | kernels | serve | operate) step "$name" "$name" ;;
+        tests | engines | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
         *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
     esac
 done

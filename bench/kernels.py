@@ -49,6 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--providers", default=DEFAULT_PROVIDERS, metavar="NAMES",
         help="comma-separated; add flashinfer to compile and measure it (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--versions", nargs="*", default=[], metavar="NAME=FOLDER",
+        help="kernels of other checkouts as well, as NAME and, where the cache is fp8, NAME_fp8; "
+        "speeds in the table are then relative to the first",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
     parser.add_argument("--layers", type=int, default=32, help="launches in a graph (%(default)s)")
     parser.add_argument(
@@ -232,17 +237,22 @@ class Suite:
             raise DeviceLost(f"{error} (then: {lost})") from error
 
 
-def _pick_providers(names: str) -> dict[str, Any]:
+def _pick_providers(names: str, folders: Sequence[str]) -> dict[str, Any]:
+    from tilewise.bench import versions
     from tilewise.bench.providers import registry
 
+    others = versions.providers(versions.parse(folders)) if folders else {}
     wanted = [name for name in names.split(",") if name]
     known = registry()
     unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
+    if unknown or not (wanted or others):
         raise ValueError(
             f"unknown provider {', '.join(unknown) or '(none)'}; known: {', '.join(known)}"
         )
-    return {name: provider for name, provider in known.items() if name in wanted}
+    taken = [name for name in others if name in known]
+    if taken:
+        raise ValueError(f"a version cannot be named {taken[0]}: a provider is")
+    return others | {name: provider for name, provider in known.items() if name in wanted}
 
 
 def _without_gpu(args: argparse.Namespace) -> None:
@@ -280,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _without_gpu(args)
     try:
         cases = select_cases(args.cases)
-        providers = {} if args.list else _pick_providers(args.providers)
+        providers = {} if args.list else _pick_providers(args.providers, args.versions)
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
@@ -295,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print(report.result_text(suite.env, suite.rows), file=answer)
         else:
-            print(report.kernel_table(suite.rows))
+            base = args.versions[0].partition("=")[0] if args.versions else "fa3"
+            print(report.kernel_table(suite.rows, base))
         if args.out is not None and suite.rows:
             report.write_pages(args.out)
     return code

@@ -73,10 +73,9 @@ class Tilewise(Provider):
     """Our own kernels, through `PagedAttention`; plain ones only on request.
 
     With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.  A
-    ``config`` goes before the policy's choice.
+    ``config`` goes before the policy's choice.  ``package`` is another checkout's, if not this one
+    (``tilewise.bench.versions``).
     """
-
-    module = "tilewise.attention"
 
     def __init__(
         self,
@@ -86,8 +85,11 @@ class Tilewise(Provider):
         shared_prefixes: bool = False,
         fp8_matmul: bool = False,
         config: Any = None,
+        package: str = "tilewise",
     ) -> None:
         self.name = name
+        self.package = package
+        self.module = f"{package}.attention"
         self.config = config
         self.page_size = page_size
         self.plain = plain
@@ -107,23 +109,23 @@ class Tilewise(Provider):
         return {f"page {self.page_size}": partial(self._build, case, inputs)}
 
     def _build(self, case: Case, inputs: CaseInputs) -> Runner:
-        from tilewise import counters, policy
-        from tilewise.attention import PagedAttention
-        from tilewise.device import describe
-
+        counters, policy, attention, device_module = (
+            importlib.import_module(f"{self.package}.{name}")
+            for name in ("counters", "policy", "attention", "device")
+        )
         cache = inputs.paged(self.page_size)
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         query_len = case.max_q_len if case.kind == "decode" else 1
         config = self.config
         if self.plain:
-            device = describe(torch.device(inputs.device))
+            device = device_module.describe(torch.device(inputs.device))
             sizes = (torch.bfloat16.itemsize, inputs.kv_dtype.itemsize)
             geometry = policy.Geometry(*heads, self.page_size, *sizes)
             config = policy.choose(
                 geometry, device, query_len, case.window or 0, plain=True,
                 fp8_matmul=self.fp8_matmul,
             )  # fmt: skip
-        attn = PagedAttention(
+        attn = attention.PagedAttention(
             *heads,
             page_size=self.page_size,
             dtype=torch.bfloat16,

@@ -169,6 +169,16 @@ def check_three_launches(case, launches):
     assert torch.equal(outs[0], outs[2])
 
 
+def check_one_launch(batch, launches):
+    """A batch that a test has made its own, against the reference."""
+    attn = make_attention(batch.case, "cuda")
+    plan_batch(attn, batch)
+    before = launches()
+    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    assert launches() == before + 1
+    check(batch, out, lse)
+
+
 def check_against_twin(case, launches):
     """The plain kernel on the same plan."""
     batch = make_batch(case, "cuda")
@@ -233,12 +243,7 @@ def test_large_logits_and_growing_keys():
         for n in range(seq_len):
             page = batch.block_table[r, n // case.page_size]
             batch.k_cache[page, :, n % case.page_size] *= 0.1 + 12 * abs(n - 600) / 1600
-    attn = make_attention(case, "cuda")
-    plan_batch(attn, batch)
-    before = hopper_launches()
-    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
-    assert hopper_launches() == before + 1
-    check(batch, out, lse)
+    check_one_launch(batch, hopper_launches)
 
 
 @pytest.mark.gpu
@@ -262,12 +267,7 @@ def test_rows_whose_capped_logits_are_all_alike(softcap, sign, dtype):
         keys = (signs[:, None] * direction).to(dtype)
         batch.k_cache[pages, :, at % case.page_size] = keys[:, None].expand(-1, 8, -1)
     batch.q[: batch.num_tokens] = direction.to(dtype)
-    attn = make_attention(case, "cuda")
-    plan_batch(attn, batch)
-    before = hopper_launches()
-    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
-    assert hopper_launches() == before + 1
-    check(batch, out, lse)
+    check_one_launch(batch, hopper_launches)
 
 
 # Logits of a request's last key and of its first; blocks are computed from the last to the first.
@@ -301,12 +301,7 @@ def test_maxima_below_zero(shape, last, first, every):
     case = Case(((700, 900), (300, 0)), **shape)
     batch = make_batch(case, "cuda")
     steer_logits(batch, case, last, first, every)
-    attn = make_attention(case, "cuda")
-    plan_batch(attn, batch)
-    before = hopper_launches()
-    out, lse = attn.run(batch.q, batch.kv_cache, return_lse=True)
-    assert hopper_launches() == before + 1
-    check(batch, out, lse)
+    check_one_launch(batch, hopper_launches)
 
 
 @pytest.mark.gpu

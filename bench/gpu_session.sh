@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU machine that reaches no package index.
 #
-#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines ranks demo kernels serve operate
+#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines features ranks demo kernels
+#                                         serve operate
 #                                         (default: unpack tests kernels)
 #
-# tests are those of kernels, engines those that start vLLM, ranks those that need two GPUs. What they
-# did is in OUT as JUnit's XML and as text, which also a run that was cut leaves.
+# tests are those of kernels, engines those that start vLLM, features those of them that need the GPU
+# for themselves (vLLM's sleep watches its memory), ranks those that need two. What they did is in OUT as JUnit's XML and as text, which also a run that was cut leaves.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -111,16 +112,21 @@ tests() {
     pytest tests worksteal -m "gpu and not vllm"
 }
 
+quiet=(tests/test_{vllm_features_gpu,micro_batches,fallback_engine}.py)
+
 # Longest first: a file is one worker's, since its tests share engines.
 engines() {
-    local first=(tests/test_{vllm_features_gpu,model_zoo,gpu_engine,compile_stalls,micro_batches}.py)
-    first+=(tests/test_{fallback_engine,encoder_models,start_up,start_up_fp8}.py)
+    local first=(tests/test_{model_zoo,gpu_engine,compile_stalls,encoder_models,start_up}.py)
     local rest=()
     # Patterns are not expanded here: this script's steps run under `set -f`.
     mapfile -t rest < <(find tests -maxdepth 1 -name "test_*.py" -exec \
         grep -lE "mark\.vllm|importorskip\(.vllm" {} + |
-        grep -vFf <(printf "%s\n" "${first[@]}" tests/test_several_gpus.py) | sort)
+        grep -vFf <(printf "%s\n" "${first[@]}" "${quiet[@]}" tests/test_several_gpus.py) | sort)
     pytest engines loadfile -m "gpu and vllm" "${first[@]}" "${rest[@]}"
+}
+
+features() {
+    WORKERS=1 pytest features load -m gpu "${quiet[@]}"
 }
 
 ranks() {
@@ -173,7 +179,7 @@ set -f
 for name in $steps; do
     case $name in
         unpack) ;;
-        tests | engines | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
+        tests | engines | features | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
         *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
     esac
 done

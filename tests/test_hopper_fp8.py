@@ -28,7 +28,7 @@ VARIANTS = [
 
 
 def check_budget(rows, most_spills=2):
-    """``most_spills``: loads and stores in a loop at the diagonal, of which a tile has few rounds."""
+    """``most_spills``: loads and stores in the loop at the diagonal, which has few rounds."""
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
         assert not row["unset"], row

@@ -6,7 +6,8 @@
 #                                         (default: unpack tests kernels)
 #
 # tests are those of kernels, engines those that start vLLM, features those of them that need the GPU
-# for themselves (vLLM's sleep watches its memory), ranks those that need two. What they did is in OUT as JUnit's XML and as text, which also a run that was cut leaves.
+# for themselves (vLLM's sleep watches its memory), ranks those that need two. What they did is in OUT
+# as JUnit's XML and as text, which also a run that was cut leaves.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -134,7 +135,6 @@ ranks() {
 }
 
 demo() {
-    set -o pipefail
     timeout -k 20 "${DEMO_TIMEOUT:-400}" make -s demo SETUP=0 2>&1 | tee "$out/demo.txt" | tail -n 3
 }
 

@@ -161,8 +161,7 @@ def section(folder: Path) -> str:
             "Made by `tilewise bench publish`; do not edit.",
             "",
             f"**Kernels**, µs of one layer (median; bf16, peers at pages of 16, ours at 64). "
-            f"{describe(kernels['env'])} From {where}/kernels.json`; the versions are those of "
-            "the machine, not those that vLLM pins.",
+            f"{describe(kernels['env'])} From {where}/kernels.json`.",
             "",
             kernel_section(kernels),
             "",

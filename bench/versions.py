@@ -6,6 +6,7 @@ of ``tilewise`` renamed.  Everything else (cases, inputs, the gate) is the runni
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import sys
@@ -69,6 +70,7 @@ def providers(versions: dict[str, Path]) -> dict[str, Provider]:
     from tilewise.bench.providers import Tilewise
 
     folder = Path(tempfile.mkdtemp(prefix="tilewise-versions-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # Triton reads sources until then
     sys.path.append(str(folder))
     found: dict[str, Provider] = {}
     for name, checkout in versions.items():

@@ -15,10 +15,12 @@ _SIGN_SEED = gl.constexpr(SEED.value)
 
 
 @gluon.jit
-def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr):
+def _transpose_part(
+    v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr, MASKED: gl.constexpr
+):
     """64 keys of ``v_part`` [64, D / 2] into ``vt_part`` [D, 32], both of 16 bits a pair.
 
-    Rows at or past ``keys_left`` become 0: their weight is 0, but 0 * NaN is not.
+    If ``MASKED``, rows at or past ``keys_left`` become 0: their weight is 0, but 0 * NaN is not.
     """
     # Key bits: 1 and 8 in a register's halves and its neighbour, 2 and 4 across lanes, as an 8x8
     # matrix read transposed leaves them.
@@ -30,8 +32,9 @@ def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr
         shape=[64, 64],
     )
     pairs = v_part.load(layout)
-    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    pairs = gl.where(gl.expand_dims(row < keys_left, 1), pairs, 0)
+    if MASKED:
+        row = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        pairs = gl.where(gl.expand_dims(row < keys_left, 1), pairs, 0)
     # Two registers hold (column 0, column 1) of keys 2c, 2c + 1 and of 8 + 2c, 9 + 2c; then one
     # holds column 0 of the four, the other column 1.
     pairs = gl.inline_asm_elementwise(
@@ -42,6 +45,17 @@ def _transpose_part(v_part, vt_part, first_row, keys_left, BLOCK_D: gl.constexpr
     wide = gl.reshape(pairs, [4, 2, 4, 2, BLOCK_D // 2])
     turned = gl.reshape(gl.permute(wide, (4, 1, 0, 2, 3)), [BLOCK_D, 32])
     vt_part.store(turned)
+
+
+@gluon.jit
+def _transpose(
+    v_s, vt_s, keys_left, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, MASKED: gl.constexpr
+):
+    for part in gl.static_range(BLOCK_N // 64):
+        _transpose_part(
+            v_s.slice(part * 64, 64), vt_s.slice(part * 32, 32, dim=1), part * 64, keys_left,
+            BLOCK_D, MASKED,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -62,11 +76,16 @@ def transposer(
             keys_left = seq_len - (blocks - 1 - n) * BLOCK_N
             mbarrier.wait(v_full.index(stage), parity)
             mbarrier.wait(vt_empty.index(stage), parity ^ 1)
-            for part in gl.static_range(BLOCK_N // 64):
-                _transpose_part(
-                    v_pairs_s.index(stage).slice(part * 64, 64),
-                    vt_pairs_s.index(stage).slice(part * 32, 32, dim=1),
-                    part * 64, keys_left, HEAD_DIM,
+            # Only a sequence's last block has rows to zero, and that takes half the instructions.
+            if keys_left < BLOCK_N:
+                _transpose(
+                    v_pairs_s.index(stage), vt_pairs_s.index(stage), keys_left, HEAD_DIM, BLOCK_N,
+                    True,
+                )  # fmt: skip
+            else:
+                _transpose(
+                    v_pairs_s.index(stage), vt_pairs_s.index(stage), keys_left, HEAD_DIM, BLOCK_N,
+                    False,
                 )  # fmt: skip
             fence_async_shared()
             partition_barrier()

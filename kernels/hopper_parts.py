@@ -183,7 +183,7 @@ def row_max(s, BY_BITS: gl.constexpr):
     """
     if BY_BITS:
         # Elementwise first: what a reduction makes of all is not the chain that ptxas looks for.
-        a, b, c, d = _quarters(s.to(gl.int32, bitcast=True))
+        a, b, c, d = quarters(s.to(gl.int32, bitcast=True))
         largest = gl.max(gl.maximum(gl.maximum(gl.maximum(a, b), c), d), 1)
         largest = largest.to(gl.float32, bitcast=True)
         return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout))
@@ -192,7 +192,7 @@ def row_max(s, BY_BITS: gl.constexpr):
 
 
 @gluon.jit
-def _quarters(x):
+def quarters(x):
     """Every fourth group of eight columns, four times: ``[64, N]`` as four of ``[64, N / 4]``."""
     SHAPE: gl.constexpr = [ROWS, x.shape[1] // 4]
     x = gl.permute(gl.reshape(x, [ROWS, x.shape[1] // 32, 2, 2, 8]), (0, 1, 4, 2, 3))

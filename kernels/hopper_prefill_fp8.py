@@ -31,21 +31,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.geometry import next_power_of_2
 from tilewise.kernels.hopper_fp8_parts import round_queries, transposer, weights
+from tilewise.kernels.hopper_fp8_softmax import (
+    SHIFT,
+    across,
+    add_weights,
+    by_threads,
+    in_columns,
+    of_rows,
+    of_threads,
+    stale_max,
+    thread_max,
+)
 from tilewise.kernels.hopper_parts import (
     ROWS,
     barriers,
     describe,
     mask,
     may_compare_bits,
-    row_max,
     row_sums,
 )
 from tilewise.kernels.hopper_roles import TILE_FIELDS, end_tile, producer, read_tile
 from tilewise.kernels.launch import LOG2E, KvCache, Launcher, Logits
 from tilewise.kernels.plan import COUNTERS
 
-# As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
-SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
 # Queries come to 2**8 at most once their row's power of two is taken out, keys to 448.
 _LARGEST_PRODUCT = gl.constexpr(128 * 256.0 * 448.0)
 # Blocks at the diagonal; those below it, if every row is quick (``_may_be_quick``); and if not.
@@ -53,29 +61,38 @@ _MASKED, _QUICK, _MIXED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def _softmax(s, m, sums, scale_log2, BLOCK_N: gl.constexpr, PART: gl.constexpr):
+def _softmax(s, m, sums, scale_log2, PART: gl.constexpr):
     """Online softmax whose weights use the range of e4m3; ``scale_log2`` has one a row."""
-    m_new = gl.maximum(m, row_max(s, PART == _QUICK) * scale_log2 - SHIFT)
-    m_new = gl.where(m_new - m > SLACK, m_new, m)
-    p = s * gl.expand_dims(scale_log2, 1) - gl.expand_dims(m_new, 1)
+    largest = thread_max(s, m, PART == _QUICK) * scale_log2 - SHIFT
+    m_new = stale_max(m, largest)
+    s4 = by_threads(s)
+    p = s4 * across(scale_log2, s4) - across(m_new, s4)
     if PART != _MASKED:
-        fused = gl.fma(s, _like(s, scale_log2), _like(s, -m_new))
+        fused = gl.fma(s4, _like(s4, scale_log2), _like(s4, -m_new))
         if PART == _QUICK:
             p = fused
         else:
             # Row by row: bits must not depend on which loop the neighbours allow.
-            p = gl.where(_like(s, _is_bounded(scale_log2)), fused, p)
-    p = gl.exp2(p)
-    alpha = gl.exp2(m - m_new)
-    share = row_sums(p, BLOCK_N)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, share.type.layout))
-    sums = sums * gl.expand_dims(factor, 1) + share
+            p = gl.where(_like(s4, _is_bounded(scale_log2)), fused, p)
+    p = in_columns(gl.exp2(p), s)
+    sums, alpha = add_weights(p, m, m_new, sums)
     return p, m_new, sums, alpha
 
 
 @gluon.jit
+def _now(p8):
+    """Operands computed here, while one waits for one's turn, and not where they are used.
+
+    The compilers move them below the wait otherwise, which is a loop, and keep the turn longer.
+    """
+    return gl.inline_asm_elementwise(
+        "// $0", "=r,0", [p8], dtype=gl.float8e4nv, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
 def _like(x, rows):
-    return gl.broadcast(gl.expand_dims(rows, 1), x)[0]
+    return gl.broadcast(across(rows, x), x)[0]
 
 
 @gluon.jit
@@ -91,7 +108,8 @@ def _may_be_quick(m, scale_log2, yes, no):
     logit: 2**-4 at most where logits stay below 2**20.  Weights of 2**(SHIFT + SLACK), the largest
     otherwise, have a factor of 1.75 left before e4m3 saturates.
     """
-    return may_compare_bits(gl.where(_is_bounded(scale_log2), m, -1e30), yes, no)
+    m = gl.where(_is_bounded(scale_log2), m, -1e30)
+    return may_compare_bits(gl.min(m, 1), yes, no)
 
 
 @gluon.jit
@@ -108,8 +126,8 @@ def _wait_for_turn(turns, GROUP: gl.constexpr, round):
 @gluon.jit
 def _promote(acc, alpha, products):
     """``acc * alpha[:, None] + products``, in one operation each."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
-    return gl.fma(acc, _like(acc, factor), products)
+    acc4 = by_threads(acc)
+    return in_columns(gl.fma(acc4, _like(acc4, alpha), by_threads(products)), acc)
 
 
 @gluon.jit
@@ -127,10 +145,12 @@ def _consumer(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
-    m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     q = q_s.index(GROUP)
     q8 = q8_s.index(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    no_sums = row_sums(zero, BLOCK_N)
+    m_layout: gl.constexpr = no_sums.type.layout
+    rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero_o = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
     ring = 0
     done = 0
@@ -141,7 +161,7 @@ def _consumer(
         mbarrier.wait(q_full.index(GROUP), done & 1)
         factor = round_queries(q, q8, HEAD_DIM, STEPS, ROTATED)
         mbarrier.arrive(q_empty.index(GROUP))  # rounded, they lie elsewhere
-        scale = gl.convert_layout(factor, m_layout) * scale_log2
+        scale = of_threads(factor, m_layout) * scale_log2
         if k_scale_ptr is not None:
             scale *= gl.load(k_scale_ptr + kv_head * K_SCALE_STEP)
         stage = ring % STAGES
@@ -154,8 +174,8 @@ def _consumer(
         whole = gl.minimum(whole, blocks - 1)
 
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
-        m = gl.full([ROWS], -1e30, gl.float32, m_layout)
-        sums = row_sums(zero, BLOCK_N)
+        m = gl.full([ROWS, 4], -1e30, gl.float32, m_layout)
+        sums = no_sums
         # While one warpgroup takes exponentials, the other's products keep the matrix units busy.
         for part in gl.static_range(3):
             if part == _MASKED:
@@ -172,8 +192,8 @@ def _consumer(
                 if part == _MASKED:
                     start = (blocks - 1 - n) * BLOCK_N
                     s = mask(s, first_pos, start, GROUP_PAD, BLOCK_N, 0)
-                p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, part)
-                p8 = weights(p, BLOCK_N, p_layout)
+                p, m, sums, alpha = _softmax(s, m, sums, scale, part)
+                p8 = _now(weights(p, BLOCK_N, p_layout))
                 _wait_for_turn(turns, GROUP, ring)
                 mbarrier.wait(vt_full.index(v_stage), (ring // STAGES) & 1)
                 pending = warpgroup_mma(
@@ -192,7 +212,7 @@ def _consumer(
                 s = warpgroup_mma_wait(0, deps=[logits])
                 mbarrier.arrive(k_empty.index(stage))
         s = mask(s, first_pos, 0, GROUP_PAD, BLOCK_N, 0)
-        p, m, sums, alpha = _softmax(s, m, sums, scale, BLOCK_N, _MASKED)
+        p, m, sums, alpha = _softmax(s, m, sums, scale, _MASKED)
         p8 = weights(p, BLOCK_N, p_layout)
         v_stage = ring % STAGES
         _wait_for_turn(turns, GROUP, ring)
@@ -207,9 +227,9 @@ def _consumer(
         ring += 1
 
         end_tile(
-            out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, acc, m, sums, row_token, rows_left, kv_head,
-            stride_o_t8, stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD, HEAD_DIM, HEAD_DIM,
-            HAS_LSE, V_SCALE_STEP,
+            out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, acc, of_rows(m, rows_layout), sums, row_token,
+            rows_left, kv_head, stride_o_t8, stride_o_h8, NUM_KV_HEADS, GROUP_SIZE, GROUP_PAD,
+            HEAD_DIM, HEAD_DIM, HAS_LSE, V_SCALE_STEP,
         )  # fmt: skip
         done += 1
         row_token, rows_left, first_pos, _, kv_head, blocks, _ = read_tile(

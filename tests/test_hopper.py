@@ -246,6 +246,24 @@ def test_large_logits_and_growing_keys():
     check_one_launch(batch, hopper_launches)
 
 
+def at_the_cap(case, sign):
+    """A batch with all logits near plus or minus the cap, or some near each where sign is 0."""
+    batch = make_batch(case, "cuda")
+    direction = torch.randn(128, generator=torch.Generator().manual_seed(3)).cuda()
+    direction *= (3 * case.softcap * 128**0.5) ** 0.5 / direction.norm()
+    for r, seq_len in enumerate(batch.lens):
+        at = torch.arange(seq_len, device="cuda")
+        pages = batch.block_table[r][at // case.page_size].long()
+        signs = torch.full((seq_len,), sign or 1.0, device="cuda")
+        if not sign:
+            # Keys of the first block that is computed, the last one, are below all others.
+            signs[-128:] = -1.0
+        keys = (signs[:, None] * direction).to(case.dtype)
+        batch.k_cache[pages, :, at % case.page_size] = keys[:, None].expand(-1, 8, -1)
+    batch.q[: batch.num_tokens] = direction.to(case.dtype)
+    return batch
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("sign", [-1.0, 1.0, 0.0])
@@ -254,19 +272,17 @@ def test_rows_whose_capped_logits_are_all_alike(softcap, sign, dtype):
     """All near minus the cap, or plus, or some here and some there: there is always a maximum."""
     needs_hopper()
     case = Case(((700, 900), (300, 0)), softcap=softcap, **(LLAMA | {"dtype": dtype}))
-    batch = make_batch(case, "cuda")
-    direction = torch.randn(128, generator=torch.Generator().manual_seed(3)).cuda()
-    direction *= (3 * softcap * 128**0.5) ** 0.5 / direction.norm()
-    for r, seq_len in enumerate(batch.lens):
-        at = torch.arange(seq_len, device="cuda")
-        pages = batch.block_table[r][at // case.page_size].long()
-        signs = torch.full((seq_len,), sign or 1.0, device="cuda")
-        if not sign:
-            # Keys of the first block that is computed, the last one, are below all others.
-            signs[-128:] = -1.0
-        keys = (signs[:, None] * direction).to(dtype)
-        batch.k_cache[pages, :, at % case.page_size] = keys[:, None].expand(-1, 8, -1)
-    batch.q[: batch.num_tokens] = direction.to(dtype)
+    check_one_launch(at_the_cap(case, sign), hopper_launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sign", [-1.0, 1.0, 0.0])
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**30])
+def test_weights_at_the_cap_leave_room_for_values(sign, size):
+    """Weights may be far from 1 where the largest magnitude stands for the maximum."""
+    needs_hopper()
+    batch = at_the_cap(Case(((700, 900), (300, 0)), softcap=50.0, **LLAMA), sign)
+    batch.v_cache.mul_(size)
     check_one_launch(batch, hopper_launches)
 
 

@@ -10,6 +10,7 @@ from test_hopper import (
     HOPPER,
     NEIGHBOURS,
     OLD_TRITON,
+    SLOPES,
     check_bits_beside_steered_rows,
     compiled,
     needs_hopper,
@@ -133,27 +134,22 @@ def test_matches_reference(case, rotated):
     assert attn._buffers.header[3:].tolist() == [0, 0]
 
 
-# What fits into a tensor core's 14 bits beside other products.
-SMALL_SLOPES = [(-7, -7), (-3, -20), (-20, -3), (2, -5), (-12, -3), (8, -8), (-5.4, -5.7)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("last", "first"), SMALL_SLOPES)
-def test_maxima_below_zero(last, first, every):
-    """Compared as integers, the largest of negative logits is not found, and need not be."""
-    needs_hopper()
-    case = Case(((700, 900), (300, 0)), **(LLAMA | {"kv_scales": ""}))
+def check_twin(attn, batch, most_error):
+    outs = []
     before = launches()
-    run_and_check(case, "cuda", change=lambda batch: steer_logits(batch, case, last, first, every))
-    assert launches() == before + 1
-
-
-@pytest.mark.gpu
-def test_a_neighbours_maxima_change_no_bit():
-    needs_hopper()
-    case = Case(NEIGHBOURS, **(LLAMA | {"kv_scales": ""}))
-    check_bits_beside_steered_rows(case, fp8_matmul=True)
+    for _ in range(3):  # launches back to back: the counters must come back to zero
+        outs.append(attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features))
+    assert launches() == before + 3
+    rows = slice(0, batch.num_tokens)
+    assert torch.equal(outs[0][0][rows], outs[1][0][rows])
+    assert torch.equal(outs[0][0][rows], outs[2][0][rows])
+    attn.config = dataclasses.replace(attn.config, hopper_prefill_fp8=None)
+    plain, plain_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
+    assert launches() == before + 3
+    fast, fast_lse = outs[0]
+    error = (fast[rows].float() - plain[rows].float()).norm() / plain[rows].float().norm()
+    assert error < most_error, error
+    torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.gpu
@@ -164,20 +160,32 @@ def test_the_plain_twin_agrees_on_the_same_plan(case):
     batch = make_batch(case, "cuda")
     attn = make_attention(case, "cuda", fp8_matmul=True)
     plan_batch(attn, batch)
-    outs = []
-    for _ in range(3):  # launches back to back: the counters must come back to zero
-        outs.append(attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features))
-    rows = slice(0, batch.num_tokens)
-    assert torch.equal(outs[0][0][rows], outs[1][0][rows])
-    assert torch.equal(outs[0][0][rows], outs[2][0][rows])
-    before = launches()
-    attn.config = dataclasses.replace(attn.config, hopper_prefill_fp8=None)
-    plain, plain_lse = attn.run(batch.q, batch.kv_cache, return_lse=True, **batch.features)
-    assert launches() == before
-    fast, fast_lse = outs[0]
-    error = (fast[rows].float() - plain[rows].float()).norm() / plain[rows].float().norm()
-    assert error < 4e-2, error
-    torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=2e-3)
+    check_twin(attn, batch, most_error=4e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("last", "first"), [*SLOPES, (-7, -7), (-3, -20), (2, -5), (8, -8)])
+def test_maxima_below_zero(last, first, every):
+    """Compared as integers, the largest of negative logits is not found, and need not be.
+
+    Held to the twin: a large product costs the others beside it bits of the accumulator, in both.
+    """
+    needs_hopper()
+    case = Case(((700, 900), (300, 0)), **(LLAMA | {"kv_scales": ""}))
+    batch = make_batch(case, "cuda")
+    steer_logits(batch, case, last, first, every)
+    attn = make_attention(case, "cuda", fp8_matmul=True)
+    plan_batch(attn, batch)
+    # Weights are off by 2**-4 of themselves at the most, and of few large ones not at random.
+    check_twin(attn, batch, most_error=2**-3)
+
+
+@pytest.mark.gpu
+def test_a_neighbours_maxima_change_no_bit():
+    needs_hopper()
+    case = Case(NEIGHBOURS, **(LLAMA | {"kv_scales": ""}))
+    check_bits_beside_steered_rows(case, fp8_matmul=True)
 
 
 @pytest.mark.gpu

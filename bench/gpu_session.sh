@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU machine that reaches no package index.
 #
-#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines features ranks demo kernels
+#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines alone ranks demo kernels
 #                                         serve operate
 #                                         (default: unpack tests kernels)
 #
-# tests are those of kernels, engines those that start vLLM, features those of them that need the GPU
-# for themselves (vLLM's sleep watches its memory), ranks those that need two. What they did is in OUT
-# as JUnit's XML and as text, which also a run that was cut leaves.
+# tests are those of kernels, engines those that start vLLM, alone those that measure the GPU (so does
+# vLLM's sleep), ranks those that need two. What they did is in OUT as JUnit's XML, as text and, failure
+# by failure, as NAME.failures: a run that is cut leaves the latter two.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -101,7 +101,9 @@ pytest() {
     if [ "$WORKERS" -gt 1 ] && python3 -c "import xdist" 2>/dev/null; then
         workers=(-n "$WORKERS" --dist "$dist")
     fi
-    run timeout -k 20 "${TEST_TIMEOUT:-600}" python3 -m pytest -v "${workers[@]}" \
+    rm -f "$out/$name.failures"
+    TILEWISE_TEST_FAILURES=$out/$name.failures \
+        run timeout -k 20 "${TEST_TIMEOUT:-600}" python3 -m pytest -v "${workers[@]}" \
         -p no:cacheprovider --junitxml="$out/$name.xml" "$@" ${TEST_ARGS:-} >"$out/$name.log" 2>&1
     local code=$?
     grep -E "(FAILED|ERROR) tests/" "$out/$name.log" | sort -u | head -n 40
@@ -113,21 +115,20 @@ tests() {
     pytest tests worksteal -m "gpu and not vllm"
 }
 
-quiet=(tests/test_{vllm_features_gpu,micro_batches,fallback_engine}.py)
-
 # Longest first: a file is one worker's, since its tests share engines.
 engines() {
-    local first=(tests/test_{model_zoo,gpu_engine,compile_stalls,encoder_models,start_up}.py)
+    local first=(tests/test_{model_zoo,gpu_engine,vllm_features_gpu,compile_stalls}.py)
+    first+=(tests/test_{encoder_models,start_up,fallback_engine,micro_batches}.py)
     local rest=()
     # Patterns are not expanded here: this script's steps run under `set -f`.
     mapfile -t rest < <(find tests -maxdepth 1 -name "test_*.py" -exec \
         grep -lE "mark\.vllm|importorskip\(.vllm" {} + |
-        grep -vFf <(printf "%s\n" "${first[@]}" "${quiet[@]}" tests/test_several_gpus.py) | sort)
+        grep -vFf <(printf "%s\n" "${first[@]}" tests/test_several_gpus.py) | sort)
     pytest engines loadfile -m "gpu and vllm" "${first[@]}" "${rest[@]}"
 }
 
-features() {
-    WORKERS=1 pytest features load -m gpu "${quiet[@]}"
+alone() {
+    WORKERS=1 pytest alone load -m "gpu and alone"
 }
 
 ranks() {
@@ -179,7 +180,7 @@ set -f
 for name in $steps; do
     case $name in
         unpack) ;;
-        tests | engines | features | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
+        tests | engines | alone | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
         *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
     esac
 done

@@ -61,6 +61,17 @@ def pytest_configure() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add failures to the file that TILEWISE_TEST_FAILURES names as they come.
+
+    pytest shows them at its end, which a run that is cut on a lent GPU does not reach.
+    """
+    path = os.environ.get("TILEWISE_TEST_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as file:
+            file.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run: the GPU, or CPU tensors for the interpreter."""

@@ -18,7 +18,7 @@ def run(folder, device, switch: str) -> tuple[dict, list, list]:
     model = TinyLlama(num_layers=1).write(folder / "model")
     # Room for all prompts in one step: a prompt's own chunks do change its bits.
     engine = {**SMALL_ENGINE, "dtype": "float32", "max_model_len": 1024}
-    engine |= {"max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.2}
+    engine |= {"max_num_batched_tokens": 1024}
     common = {"max_tokens": 5, "fresh": True, "logprobs": True}
     rounds = [{"prompts": [prompt], **common} for prompt in PROMPTS]
     rounds.append({"prompts": PROMPTS, **common})

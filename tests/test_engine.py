@@ -38,6 +38,8 @@ SMALL_ENGINE = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 64 << 20,
+    # With the cache's size given, all it means is what has to be free: many engines share a GPU.
+    "gpu_memory_utilization": 0.02,
 }
 
 

@@ -107,7 +107,7 @@ def test_tokens_of_a_model_whose_alternate_layers_fall_back(tmp_path, monkeypatc
     """Layers 0 and 2 by TRITON_ATTN: in fp32, which FLASHINFER and FLASH_ATTN do not take."""
     plain, model = write_models(TinyLlama(num_layers=4), tmp_path)
     prompts = prompts_of([3, 40, 90], seed=11)
-    engine = {**SMALL_ENGINE, "dtype": "float32", "gpu_memory_utilization": 0.2}
+    engine = {**SMALL_ENGINE, "dtype": "float32"}
     rounds = [{"prompts": prompts, "max_tokens": 6}]
     environ = GPU_ENGINE if device.type == "cuda" else {}
     result, said = run(tmp_path, model, engine, rounds, environ)
@@ -135,7 +135,7 @@ def test_two_backends_share_the_cuda_graphs(tmp_path, monkeypatch):
     engine = {
         "attention_backend": "TILEWISE", "dtype": "bfloat16", "max_model_len": 1024,
         "max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.2, "compilation_config": graphs,
+        "gpu_memory_utilization": 0.02, "compilation_config": graphs,
     }  # fmt: skip
     rounds = [{"prompts": prompts, "max_tokens": 4}]
     environ = {**GPU_ENGINE, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}

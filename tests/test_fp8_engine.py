@@ -146,7 +146,7 @@ def test_fp16_tokens_agree_on_the_gpu(tmp_path, monkeypatch):
     graphs = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     engine = {
         "attention_backend": "TILEWISE", "max_model_len": 512, "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.02,
         "compilation_config": graphs,
     }  # fmt: skip
     check_half_precision(run, engine, tmp_path, monkeypatch)

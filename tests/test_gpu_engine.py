@@ -42,7 +42,7 @@ ENGINE = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 2048,
     "kv_cache_memory_bytes": 4 << 30,
-    "gpu_memory_utilization": 0.2,
+    "gpu_memory_utilization": 0.02,
 }
 # Few sizes, or capturing them is most of the start.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512]

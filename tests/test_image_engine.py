@@ -72,7 +72,7 @@ def test_tokens_equal_hugging_face(runner, tmp_path, device):
     good = {"prompts": PROMPTS, "images": pictures, "max_tokens": TOKENS, "fresh": True}
     engine = {
         **SMALL_ENGINE, "dtype": "float32", "max_num_batched_tokens": 512,
-        "gpu_memory_utilization": 0.2, "mm_encoder_attn_backend": "TORCH_SDPA",
+        "mm_encoder_attn_backend": "TORCH_SDPA",
     }  # fmt: skip
     job = {"model": str(model), "engine": engine, "rounds": [good, {**good, "fresh": False}]}
     # The encoder's convolutions would be TF32.

@@ -28,7 +28,6 @@ ENGINE = {
     "dbo_decode_token_threshold": 2,
     "dbo_prefill_token_threshold": 2,
     "all2all_backend": "deepep_low_latency",  # vLLM asks for the name, and no rank here uses it
-    "gpu_memory_utilization": 0.2,
 }
 GRAPHS = {
     "enforce_eager": False,

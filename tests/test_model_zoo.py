@@ -50,7 +50,6 @@ def test_tokens_equal_hugging_face(name, tmp_path, device):
             **SMALL_ENGINE,
             "dtype": "float32",
             "block_size": shape.block_size,
-            "gpu_memory_utilization": 0.2,
         },
         "rounds": [good, {**good, "fresh": False}, {**good, "sabotage": sabotage}],
     }

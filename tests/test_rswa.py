@@ -107,7 +107,7 @@ def test_a_model_falls_back_and_its_tokens_are_right(tmp_path, device):
     prompts = prompts_of([5, 16, 40] if device.type == "cpu" else [*range(3, 40, 3)])
     shape = TinyLlama(hidden_size=256)
     plain, model = shape.write(tmp_path / "plain"), write_model(shape, tmp_path / "model")
-    engine = {**SMALL_ENGINE, "dtype": "float32", "gpu_memory_utilization": 0.2}
+    engine = {**SMALL_ENGINE, "dtype": "float32"}
     rounds = [{"prompts": prompts, "max_tokens": TOKENS}]
     job = {"model": str(model), "engine": engine, "rounds": rounds}
     (tmp_path / "job.json").write_text(json.dumps(job))

@@ -44,7 +44,7 @@ COMMON = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 2048,
     "kv_cache_memory_bytes": 1 << 30,
-    "gpu_memory_utilization": 0.1,
+    "gpu_memory_utilization": 0.02,
     # Not ours to test, and NCCL's is there on every host.
     "disable_custom_all_reduce": True,
 }

@@ -65,7 +65,6 @@ def test_tokens_depend_on_spans_as_in_the_reference(tmp_path, device):
     good = {"prompts": PROMPTS, "max_tokens": TOKENS, "fresh": True}
     engine = {
         **SMALL_ENGINE, "dtype": "float32", "max_num_batched_tokens": 512,
-        "gpu_memory_utilization": 0.2,
     }  # fmt: skip
     job = {"model": str(model), "spans": SPANS, "engine": engine, "rounds": [good]}
     environ = GPU_ENGINE if device.type == "cuda" else {}

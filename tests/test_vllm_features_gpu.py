@@ -41,7 +41,7 @@ ENGINE = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 1024,
     "kv_cache_memory_bytes": 1 << 30,
-    "gpu_memory_utilization": 0.1,
+    "gpu_memory_utilization": 0.02,
     "compilation_config": {
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
@@ -206,6 +206,7 @@ def check_graphs(result: dict) -> None:
 # -- sleep and wake -------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_an_engine_that_slept_goes_on(finished, reference):
     """Levels 1, 2 and 1 again: graphs captured before are replayed on memory mapped anew."""
     result = finished("sleep")
@@ -222,6 +223,7 @@ def test_an_engine_that_slept_goes_on(finished, reference):
             assert counts["launches{kernel=hopper_prefill}"] > 0
 
 
+@pytest.mark.alone
 def test_slopes_survive_sleep(finished, folder):
     """Level 2 loses the weights, as the second round shows; ALiBi's slopes are not among them."""
     result = finished("sleep_alibi")

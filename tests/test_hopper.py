@@ -303,6 +303,9 @@ def steer_logits(batch, case, last, first, every):
         at = torch.arange(seq_len, device=batch.q.device)
         pages = batch.block_table[r][at // case.page_size].long()
         wanted = torch.linspace(first, last, seq_len, device=batch.q.device) / (16.0 * scale)
+        # torch makes of what fp8 cannot hold its largest number or none, version by version.
+        largest = torch.finfo(batch.k_cache.dtype).max
+        wanted = wanted.clamp(-largest, largest)
         column = wanted[:, None].expand(-1, case.num_kv_heads).to(batch.k_cache.dtype)
         batch.k_cache[pages, :, at % case.page_size, 0] = column
 

@@ -199,8 +199,8 @@ def accumulate(p: torch.Tensor, v: torch.Tensor, promote: int = 0) -> torch.Tens
     Tensor[draws, D], fp32
     """
     draws, keys, dim = v.shape
-    total = torch.zeros(draws, dim)
-    acc = torch.zeros(draws, dim)
+    total = torch.zeros(draws, dim, device=v.device)
+    acc = torch.zeros_like(total)
     for at in range(0, keys, K_STEP):
         terms = torch.cat([p[:, at : at + K_STEP, None] * v[:, at : at + K_STEP], acc[:, None]], 1)
         largest = terms.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
@@ -266,12 +266,16 @@ def emulated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, promote: int = 0
 
 def retrieval(draws: int, keys: int, dim: int, device: str) -> dict[str, float]:
     """Share of needles found: by an emulated accumulator, and by our kernels on ``device``."""
+    from rich.console import Console
+    from rich.progress import track
+
     found: dict[str, list[float]] = {}
     per_batch = 4
-    for begin in range(0, draws, per_batch):
+    batches = range(0, draws, per_batch)
+    for begin in track(batches, "needles", console=Console(stderr=True), transient=True):
         count = min(per_batch, draws - begin)
         q, k, v, wanted = needles(count, keys, dim, seed=begin)
-        outs = {"plain, emulated": emulated(q, k, v)}
+        outs = {"plain, emulated": emulated(*(x.to(device) for x in (q, k, v)))}
         for name, way in (("plain, kernel", "plain"), ("ours", "promoted")):
             if way == "plain" and device == "cpu":
                 continue  # the interpreter adds in fp32

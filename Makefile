@@ -1,11 +1,12 @@
 # SETUP=0 uses the Python environment that is there; see tests/env.sh.
-# PYTEST_ARGS=… adds options to the test targets, e.g. PYTEST_ARGS="-k plan -x".
+# PYTEST_ARGS=… adds options to the test targets, e.g. PYTEST_ARGS="-k plan -x"; TEST_WORKERS=1 runs
+# one test at a time.
 SHELL := bash
 export PYTHONSAFEPATH := 1
 export SETUP ?= 1
 
 RUN := tests/env.sh run
-PYTEST := $(RUN) python3 -m pytest --durations=10 $(PYTEST_ARGS)
+PYTEST := tests/env.sh pytest --durations=10 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-full test-gpu check lint types imports demo clean
@@ -28,7 +29,7 @@ test-full: setup
 	$(PYTEST) -m "not gpu"
 
 test-gpu: setup
-	$(PYTEST) -m gpu
+	TEST_WORKERS=1 $(PYTEST) -m gpu
 
 check: lint types imports
 

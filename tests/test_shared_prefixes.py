@@ -94,7 +94,9 @@ def test_matches_reference(name, device):
     run_shared(case, groups, str(device), found)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 13, 29])
+@pytest.mark.parametrize(
+    "num_workers", [1, 3, 13, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7, 29))]
+)
 def test_any_number_of_workers_gives_the_same_result(num_workers, device):
     """However the line is cut: within shared items, tails, and between them."""
     case, groups, found = CASES["two_groups"]

@@ -275,7 +275,7 @@ def retrieval(draws: int, keys: int, dim: int, device: str) -> dict[str, float]:
     for begin in track(batches, "needles", console=Console(stderr=True), transient=True):
         count = min(per_batch, draws - begin)
         q, k, v, wanted = needles(count, keys, dim, seed=begin)
-        outs = {"plain, emulated": emulated(*(x.to(device) for x in (q, k, v)))}
+        outs = {"plain, emulated": emulated(q.to(device), k.to(device), v.to(device))}
         for name, way in (("plain, kernel", "plain"), ("ours", "promoted")):
             if way == "plain" and device == "cpu":
                 continue  # the interpreter adds in fp32

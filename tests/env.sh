@@ -33,7 +33,10 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 good_python() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
-    local name
+    # Not .venv's own, which comes first where it is activated.
+    local name PATH=:$PATH:
+    PATH=${PATH//":$venv/bin:"/:}
+    PATH=${PATH#:} PATH=${PATH%:}
     for name in ${PYTHON:-} "$@" python3.11 python3.12 python3.13 python3.14 python3; do
         if good_python "$name"; then
             command -v "$name"

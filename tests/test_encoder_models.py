@@ -24,7 +24,7 @@ WHISPER_JOB = Path(__file__).with_name("whisper_job.py")
 ENGINE = {
     "attention_backend": "TILEWISE", "enforce_eager": True, "dtype": "float32",
     "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256,
-    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.02,
 }  # fmt: skip
 COMMON = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,

@@ -81,9 +81,10 @@ def _softmax(s, m, sums, scale_log2, PART: gl.constexpr):
 
 @gluon.jit
 def _now(p8):
-    """Operands computed here, while one waits for one's turn, and not where they are used.
+    """The same operands, as a value that LLVM neither takes apart nor moves.
 
-    The compilers move them below the wait otherwise, which is a loop, and keep the turn longer.
+    Pairs of weights are then put together by the conversion itself.  It was meant to have weights
+    ready before the wait for one's turn, but ptxas still converts them after it (lab book 87).
     """
     return gl.inline_asm_elementwise(
         "// $0", "=r,0", [p8], dtype=gl.float8e4nv, is_pure=False, pack=4

@@ -335,16 +335,20 @@ NEIGHBOURS = ((40, 1500), (50, 1300), (30, 900), (21, 2000), (17, 600), (90, 700
 
 
 def check_bits_beside_steered_rows(case, device="cuda", **options):
-    """Move every other request's logits below zero: the rest must keep its bits."""
+    """Move every other request's logits below zero or far above: the rest must keep its bits.
+
+    By their queries, since a tile multiplies also the rows of others by its own request's keys.
+    """
     batch = make_batch(case, device)
     attn = make_attention(case, device, **options)
     plan_batch(attn, batch)
     requests = [slice(*ends) for ends in itertools.pairwise(batch.qsl)]
-    for rows in requests[1::2]:
-        batch.q[rows] = 0.0
-        batch.q[rows, :, 0] = 16.0
+    own = batch.q.clone()
     results = []
-    for size in (0.0, -5.0, -7.0, -20.0):
+    for size, factor in ((0.0, 0.0), (-5.0, 1.0), (-7.0, 50.0), (-20.0, 1e4), (3.0, float("nan"))):
+        for rows in requests[1::2]:
+            batch.q[rows] = own[rows] * factor
+            batch.q[rows, :, 0] = 16.0
         key = size * case.head_dim**0.5 / 16.0
         for r in range(1, len(requests), 2):
             at = torch.arange(batch.lens[r], device=device)

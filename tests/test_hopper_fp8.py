@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from cases import Case, make_attention, make_batch, plan_batch
-from test_fp8_matmul import run_and_check
+from test_fp8_matmul import check_rounded, rounded_rows, run_and_check
 from test_hopper import (
     HOPPER,
     NEIGHBOURS,
@@ -150,6 +150,11 @@ def check_twin(attn, batch, most_error):
     error = (fast[rows].float() - plain[rows].float()).norm() / plain[rows].float().norm()
     assert error < most_error, error
     torch.testing.assert_close(fast_lse[rows], plain_lse[rows], rtol=1e-4, atol=2e-3)
+    return fast
+
+
+# What leaves a tensor core's 14 bits enough for the other products.
+SMALL_SLOPES = [(-7, -7), (-3, -20), (-20, -3), (2, -5), (-12, -3), (8, -8), (-5.4, -5.7)]
 
 
 @pytest.mark.gpu
@@ -165,11 +170,12 @@ def test_the_plain_twin_agrees_on_the_same_plan(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("last", "first"), [*SLOPES, (-7, -7), (-3, -20), (2, -5), (8, -8)])
+@pytest.mark.parametrize(("last", "first"), [*SLOPES, *SMALL_SLOPES])
 def test_maxima_below_zero(last, first, every):
     """Compared as integers, the largest of negative logits is not found, and need not be.
 
-    Held to the twin: a large product costs the others beside it bits of the accumulator, in both.
+    The log-sum-exp is held to the twin's: a large product costs the others beside it bits of the
+    accumulator, in both.
     """
     needs_hopper()
     case = Case(((700, 900), (300, 0)), **(LLAMA | {"kv_scales": ""}))
@@ -178,7 +184,10 @@ def test_maxima_below_zero(last, first, every):
     attn = make_attention(case, "cuda", fp8_matmul=True)
     plan_batch(attn, batch)
     # Weights are off by 2**-4 of themselves at the most, and of few large ones not at random.
-    check_twin(attn, batch, most_error=2**-3)
+    out = check_twin(attn, batch, most_error=2**-3)
+    if (last, first) in SMALL_SLOPES:
+        # Element by element, which weights that saturate do not pass.
+        check_rounded(batch, rounded_rows(batch.q), out, None)
 
 
 @pytest.mark.gpu

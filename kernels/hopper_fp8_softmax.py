@@ -12,7 +12,7 @@ trade maxima: a shuffle waits behind the other warpgroup's exponentials, which t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.hopper_parts import ROWS, quarters, row_sums
+from tilewise.kernels.hopper_parts import ROWS, largest_bits, row_sums
 
 # As tilewise.kernels.fp8 has them, for kernels that keep a stale maximum.
 SHIFT, SLACK = gl.constexpr(6.0), gl.constexpr(2.0)
@@ -54,15 +54,10 @@ def of_rows(x, layout: gl.constexpr):
 def thread_max(s, like, BY_BITS: gl.constexpr):
     """The largest that each thread has of each row, as ``like`` ``[64, 4]``.
 
-    ``BY_BITS``: where all of a thread's are negative, the smallest instead.  sm_90 finds the
-    largest of three integers in one instruction, but of two floats only, and bits of floats order
-    as the floats do, those of negative ones the other way round.  A stale maximum that nothing
-    below 0 can move does not see the difference (``may_compare_bits``).
+    ``BY_BITS``: where all of a thread's are negative, the smallest instead; ``row_max`` says why.
     """
     if BY_BITS:
-        # Elementwise first: what a reduction makes of all is not the chain that ptxas looks for.
-        a, b, c, d = quarters(s.to(gl.int32, bitcast=True))
-        s = gl.maximum(gl.maximum(gl.maximum(a, b), c), d)
+        s = largest_bits(s)
     largest = gl.max(gl.max(by_threads(s), 3), 1)
     if BY_BITS:
         largest = largest.to(gl.float32, bitcast=True)

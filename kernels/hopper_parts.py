@@ -182,17 +182,24 @@ def row_max(s, BY_BITS: gl.constexpr):
     that nothing below 0 can move does not see the difference (``may_compare_bits``).
     """
     if BY_BITS:
-        # Elementwise first: what a reduction makes of all is not the chain that ptxas looks for.
-        a, b, c, d = quarters(s.to(gl.int32, bitcast=True))
-        largest = gl.max(gl.maximum(gl.maximum(gl.maximum(a, b), c), d), 1)
-        largest = largest.to(gl.float32, bitcast=True)
+        largest = gl.max(largest_bits(s), 1).to(gl.float32, bitcast=True)
         return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout))
     else:
         return gl.max(s, 1)
 
 
 @gluon.jit
-def quarters(x):
+def largest_bits(s):
+    """The largest, as integers, of every four of a row: ``[64, N]`` as int32 ``[64, N / 4]``.
+
+    Element by element: what a reduction makes of all is not the chain that ptxas looks for.
+    """
+    a, b, c, d = _quarters(s.to(gl.int32, bitcast=True))
+    return gl.maximum(gl.maximum(gl.maximum(a, b), c), d)
+
+
+@gluon.jit
+def _quarters(x):
     """Every fourth group of eight columns, four times: ``[64, N]`` as four of ``[64, N / 4]``."""
     SHAPE: gl.constexpr = [ROWS, x.shape[1] // 4]
     x = gl.permute(gl.reshape(x, [ROWS, x.shape[1] // 32, 2, 2, 8]), (0, 1, 4, 2, 3))
@@ -204,7 +211,7 @@ def quarters(x):
 
 @gluon.jit
 def may_compare_bits(m, yes, no):
-    """``yes`` where every row's maximum is at least -8, in base 2, else ``no``; for ``row_max``.
+    """``yes`` where every row's maximum is at least -8, in base 2, and bits do, else ``no``.
 
     A maximum is kept while no logit exceeds it by 8, so from there on no logit up to 0 moves it.
     Through a vote: unless ptxas sees that the threads of a warp agree, loop counters and what is

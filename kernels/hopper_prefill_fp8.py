@@ -33,6 +33,7 @@ from tilewise.geometry import next_power_of_2
 from tilewise.kernels.hopper_fp8_parts import round_queries, transposer, weights
 from tilewise.kernels.hopper_fp8_softmax import (
     SHIFT,
+    SLACK,
     across,
     add_weights,
     by_threads,
@@ -109,6 +110,8 @@ def _may_be_quick(m, scale_log2, yes, no):
     logit: 2**-4 at most where logits stay below 2**20.  Weights of 2**(SHIFT + SLACK), the largest
     otherwise, have a factor of 1.75 left before e4m3 saturates.
     """
+    # A logit of 0 does not move a maximum of -8, the least that is compared by bits.
+    gl.static_assert(8.0 - SHIFT <= SLACK)
     m = gl.where(_is_bounded(scale_log2), m, -1e30)
     return may_compare_bits(gl.min(m, 1), yes, no)
 

@@ -68,7 +68,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """
     path = os.environ.get("TILEWISE_TEST_FAILURES")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
 
 

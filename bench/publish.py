@@ -140,6 +140,12 @@ def serve_text(what: str, result: dict[str, Any], where: str) -> list[str]:
     return [f"{head}Command: `{env['command']}`.", "", serve_section(result)]
 
 
+def other_serve_text(result: dict[str, Any], where: str) -> list[str]:
+    """Return the same for a file beside the whole run's: of shared prefixes, or an older one."""
+    shared = all(row["workload"].startswith("s_prefix") for row in result["rows"])
+    return serve_text("Shared prefixes" if shared else "Before, with more backends", result, where)
+
+
 def describe(env: dict[str, Any]) -> str:
     """Return one sentence on where the figures come from."""
     parts = [
@@ -154,7 +160,7 @@ def section(folder: Path) -> str:
     """Return the whole section for the results in ``folder``."""
     kernels = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
     serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
-    older = sorted(folder.glob("serve_*.json"))
+    others = sorted(folder.glob("serve_*.json"))
     where = f"`bench/results/{folder.name}"
     return "\n".join(
         [
@@ -174,13 +180,11 @@ def section(folder: Path) -> str:
             ),
             *(
                 line
-                for path in older
+                for path in others
                 for line in (
                     "",
-                    *serve_text(
-                        "Before, with more backends",
-                        json.loads(path.read_text(encoding="utf-8")),
-                        f"{where}/{path.name}`",
+                    *other_serve_text(
+                        json.loads(path.read_text(encoding="utf-8")), f"{where}/{path.name}`"
                     ),
                 )
             ),

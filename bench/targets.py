@@ -212,11 +212,10 @@ def serve_rows(result: dict[str, Any]) -> list[tuple[str, str, str, bool | None]
 
 
 def latest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return runs by file name: the whole suite's, then the others' from the newest on."""
+    """Return runs by file name, from the newest on: the whole suite's, and those of some cases."""
     paths = (folder / "kernels.json", *folder.glob("kernels_*.json"))
     runs = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
-    whole = {"kernels.json": runs.pop("kernels.json")}
-    return whole | dict(sorted(runs.items(), key=lambda run: run[1]["env"]["date"], reverse=True))
+    return dict(sorted(runs.items(), key=lambda run: run[1]["env"]["date"], reverse=True))
 
 
 def _commit(run: dict[str, Any]) -> str:

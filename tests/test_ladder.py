@@ -224,6 +224,7 @@ def test_bytes_by_hand():
         4 * n * d + s * 2 * d + 8 * s * (d + 2) + 2 * d + 4
     )
     assert softmax.count(Matrix(7, 300), 2).traffic == 2 * 7 * 300 * 3
+    assert softmax.count(Matrix(7, 300), 3).least == 2 * 7 * 300 * 2
     norm = Matrix(7, 300)
     assert rmsnorm.count(norm).least == 2 * (4 * 7 * 300 + 300)
     assert rmsnorm.unfused_bytes(norm) / rmsnorm.count(norm).least == pytest.approx(1.25, rel=0.05)

@@ -28,6 +28,7 @@ _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _DCP = support.is_native("dcp") and shards_caches()
 
 # vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
+_CACHE_WRITE = counters.cell("launches", kernel="cache_write")
 _FP8_CACHES = {
     "fp8": ("kv_fp8", torch.float8_e4m3fn),
     "fp8_e4m3": ("kv_fp8", torch.float8_e4m3fn),
@@ -278,7 +279,7 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
                 fp8_format=fp8_format(self.kv_dtype, kv_cache.device, write=True),
                 k_scale=k_scale, v_scale=v_scale, rotated=self.rotated_keys,
             )  # fmt: skip
-        counters.add("launches", kernel="cache_write")
+        _CACHE_WRITE.n += 1
 
     def forward(
         self,
@@ -329,8 +330,9 @@ class TilewiseImpl(AttentionImpl["TilewiseMetadata"]):
             raise _unsupported("an output with scales of blocks (output_block_scale)")
         if attn_metadata is None:
             return output.fill_(0)
-        if attn_metadata.steps is not None and not is_drafted(layer):
-            attn_metadata.steps.ran()
+        steps = attn_metadata.steps
+        if steps is not None and steps.mode is None and not is_drafted(layer):
+            steps.ran()
         if attn_metadata.sharded is not None:
             step = attn_metadata.sharded
             step.attention.run(

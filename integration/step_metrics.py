@@ -62,7 +62,8 @@ class StepMetrics:
 
     def __init__(self, config: policy.Config, shards: int = 1, drafts: bool = False) -> None:
         self._config, self._shards, self._drafts = config, shards, drafts
-        self._mode: str | None = None
+        # How the newest step's layers run, once one of them was called from Python.
+        self.mode: str | None = None
         self._pending = False
         self._decode_steps = 0
         # Counters that exist before they move, or Prometheus would not see the first events.
@@ -80,8 +81,8 @@ class StepMetrics:
         counters.add("steps", path=path)
         counters.add("tokens", plan.num_tokens, path=path)
         if self._pending and not self._drafts:
-            counters.add("graph_steps", mode=self._mode or "full")
-        self._pending, self._mode = True, None
+            counters.add("graph_steps", mode=self.mode or "full")
+        self._pending, self.mode = True, None
         if plan.has_decode:
             self._decode_steps += 1
             n = self._decode_steps
@@ -89,9 +90,12 @@ class StepMetrics:
                 self._sample(batch)
 
     def ran(self) -> None:
-        """Note that a layer of the model was called from Python in the newest step."""
-        if self._mode is None:
-            self._mode = _graph_mode()
+        """Note that a layer of the model was called from Python in the newest step.
+
+        Layers ask for ``mode`` first: all but the first of a step need not call.
+        """
+        if self.mode is None:
+            self.mode = _graph_mode()
 
     def _sample(self, batch: CommonAttentionMetadata) -> None:
         bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)

@@ -27,6 +27,7 @@ from tilewise.plan import Plan
 __all__ = ["PagedAttention", "Plan"]
 
 _OBJECTS = itertools.count(1)  # unlike id(), never used twice
+_PLAN = counters.cell("launches", kernel="plan")
 _SPANS = ("whole", "windowed", "off")
 
 
@@ -300,7 +301,7 @@ class PagedAttention:
                 beside=cfg.beside if beside else (0, 0),
                 **options,
             )  # fmt: skip
-            counters.add("launches", kernel="plan")
+            _PLAN.n += 1
         self._plan = Plan(
             owner=self._id,
             generation=self._generation,

@@ -1,7 +1,7 @@
 """Cheap counts of what ran, kept in this process.
 
-One dictionary update or list append per event on the hot path; ``tilewise.exporter`` reads them
-from a thread and brings them to ``/metrics``.
+One addition, dictionary update or list append per event on the hot path; ``tilewise.exporter``
+reads them from a thread and brings them to ``/metrics``.
 """
 
 from collections import Counter, deque
@@ -75,7 +75,20 @@ METRICS = {
     ),
 }  # fmt: skip
 
+
+class Cell:
+    """One counter of what happens in every layer: ``cell.n += 1`` is all that an event costs."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
 _counts: Counter[tuple[str, Labels]] = Counter()
+_cells: dict[tuple[str, Labels], Cell] = {}
+# What the cells held when counting was paused.
+_held: dict[tuple[str, Labels], int] | None = None
 _gauges: Counter[tuple[str, Labels]] = Counter()
 # Bounded, so that a process whose exporter never starts does not grow.
 _observed: deque[tuple[str, float]] = deque(maxlen=10_000)
@@ -88,15 +101,27 @@ def add(name: str, n: int = 1, *, always: bool = False, **labels: str) -> None:
         _counts[name, tuple(labels.items())] += n
 
 
+def cell(name: str, **labels: str) -> Cell:
+    """Return the counter of ``name`` with these labels, the same one for every caller."""
+    return _cells.setdefault((name, tuple(labels.items())), Cell())
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """Count nothing meanwhile: launches of a warm-up serve nobody."""
-    global _paused
-    before, _paused = _paused, True
+    global _paused, _held
+    if _paused:
+        yield
+        return
+    _held = {key: one.n for key, one in _cells.items()}
+    _paused = True
     try:
         yield
     finally:
-        _paused = before
+        # Cells cannot look whether they may count, so what they counted is taken back.
+        for key, one in _cells.items():
+            one.n = _held.get(key, 0)
+        _paused, _held = False, None
 
 
 def grow(name: str, n: int, **labels: str) -> None:
@@ -119,16 +144,27 @@ def drain() -> list[tuple[str, float]]:
     return [_observed.popleft() for _ in range(len(_observed))]
 
 
+def _counted() -> dict[tuple[str, Labels], int]:
+    """All counters; of the cells those that moved, or that ``add`` made known with 0."""
+    found, held = dict(_counts), _held
+    for key, one in list(_cells.items()):
+        n = one.n if held is None else held.get(key, 0)
+        if n or key in found:
+            found[key] = found.get(key, 0) + n
+    return found
+
+
 def totals() -> list[tuple[str, Labels, int]]:
     """Return all counters and gauges as they stand."""
-    return [(n, labels, value) for (n, labels), value in (*_counts.items(), *_gauges.items())]
+    both = (*_counted().items(), *_gauges.items())
+    return [(name, labels, value) for (name, labels), value in both]
 
 
 def snapshot() -> dict[str, int]:
     """Return the counters that are not 0 as ``{"launches{kernel=prefill}": 12, ...}``."""
     return {
         name + ("{" + ",".join(f"{k}={v}" for k, v in labels) + "}" if labels else ""): n
-        for (name, labels), n in sorted(_counts.items())
+        for (name, labels), n in sorted(_counted().items())
         if n
     }
 
@@ -136,5 +172,7 @@ def snapshot() -> dict[str, int]:
 def reset() -> None:
     """Forget everything (tests)."""
     _counts.clear()
+    for one in _cells.values():
+        one.n = 0
     _gauges.clear()
     _observed.clear()

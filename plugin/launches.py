@@ -16,6 +16,14 @@ from tilewise.kernels.prefix_decode import prefix_decode_attention
 from tilewise.kernels.soft_cap import is_served
 from tilewise.plan import Plan
 
+_DECODE = counters.cell("launches", kernel="decode")
+_HOPPER_DECODE = counters.cell("launches", kernel="hopper_decode")
+_PREFIX_DECODE = counters.cell("launches", kernel="prefix_decode")
+_PREFILL = counters.cell("launches", kernel="prefill")
+_HOPPER_PREFILL = counters.cell("launches", kernel="hopper_prefill")
+_HOPPER_PREFILL_KV8 = counters.cell("launches", kernel="hopper_prefill_kv8")
+_HOPPER_PREFILL_FP8 = counters.cell("launches", kernel="hopper_prefill_fp8")
+
 
 @dataclass(slots=True)
 class Layer:
@@ -78,7 +86,7 @@ def launch_decode(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer
             num_programs=cfg.num_sms, block_m=t.block_m, block_n=t.block_n,
             num_stages=cfg.hopper_decode.num_stages, pdl=cfg.pdl,
         )  # fmt: skip
-        counters.add("launches", kernel="hopper_decode")
+        _HOPPER_DECODE.n += 1
         return
     merge_rows, merge_pieces = cfg.merge_tile
     # Of both plain decodes, and then of one.
@@ -97,7 +105,7 @@ def launch_decode(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer
         )  # fmt: skip
         options |= shared.tiles
         prefix_decode_attention(*tensors, *batch, **options)
-        counters.add("launches", kernel="prefix_decode")
+        _PREFIX_DECODE.n += 1
         return
     options |= cfg.piece_constants
     decode_attention(
@@ -105,7 +113,7 @@ def launch_decode(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer
         causal=plan.causal if plan.mask is None else False,
         kv_starts=plan.kv_starts, mask=plan.mask,
     )  # fmt: skip
-    counters.add("launches", kernel="decode")
+    _DECODE.n += 1
 
 
 def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Layer) -> None:
@@ -136,7 +144,7 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
             *tensors, *batch, window=cfg.window, num_programs=programs,
             block_n=tiles.block_n, num_stages=tiles.num_stages, beside_decode=plan.side_by_side,
         )  # fmt: skip
-        counters.add("launches", kernel="hopper_prefill")
+        _HOPPER_PREFILL.n += 1
         return
     # Older GPUs' way to read fp8 is not the Gluon kernel's (tests take it here as well).
     converts = kv.format in ("e4m3", "e5m2")
@@ -147,7 +155,7 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
             *tensors, *batch, window=cfg.window, num_programs=programs, block_n=tiles.block_n,
             num_stages=tiles.num_stages, narrow_stages=tiles.narrow_stages,
         )  # fmt: skip
-        counters.add("launches", kernel="hopper_prefill_kv8")
+        _HOPPER_PREFILL_KV8.n += 1
         return
     fp8 = cfg.hopper_prefill_fp8 if cfg.fp8_dot == "promoted" else None
     if fp8 and not plain and not layer.logits.softcap and not kv.page_scales:
@@ -156,7 +164,7 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
         hopper_prefill_fp8_attention(
             *tensors, *batch, block_n=fp8.block_n, num_stages=fp8.num_stages, num_programs=programs
         )
-        counters.add("launches", kernel="hopper_prefill_fp8")
+        _HOPPER_PREFILL_FP8.n += 1
         return
     t = cfg.prefill
     prefill_attention(
@@ -169,7 +177,7 @@ def launch_prefill(cfg: policy.Config, buffers: Buffers, plan: Plan, layer: Laye
         num_warps=t.num_warps, num_stages=t.num_stages, tail_stages=t.tail_stages,
         use_tma=t.use_tma and layer.use_tma, lazy_rescale=t.lazy_rescale, fp8_dot=cfg.fp8_dot,
     )  # fmt: skip
-    counters.add("launches", kernel="prefill")
+    _PREFILL.n += 1
 
 
 def _for_gluon(plan: Plan, layer: Layer) -> bool:

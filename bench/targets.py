@@ -3,7 +3,7 @@
 A target is a ratio of times in one run, of whole servers one of requests a second, of what a step
 costs once a time. Where a ratio would take more than memory or the matrix units can give, less is
 asked: 0.95 of the floor, which is the layer's bytes at 4.4 TB/s and 4 µs, or 0.93 of the run's bf16
-matmul.
+matmul. Our errors stand below beside FA3's, without a target.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from tilewise.bench import host
 from tilewise.bench.cases import CASES
 from tilewise.bench.summary import serve_summary
+from tilewise.bench.target_errors import errors_section
 from tilewise.marked import not_there, replace_between, write_or_check
 
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
@@ -255,8 +256,10 @@ def latest(folder: Path, suite: str) -> dict[str, dict[str, Any]]:
     return dict(sorted(runs.items(), key=lambda run: run[1]["env"]["date"], reverse=True))
 
 
-def _commit(run: dict[str, Any]) -> str:
-    return str(run["env"]["commit"])[:10]
+def _source(folder: Path, file: str, run: dict[str, Any]) -> str:
+    """A run as the page names it."""
+    commit = str(run["env"]["commit"])[:10]
+    return f"[{Path(file).stem}](../bench/results/{folder.name}/{file}) of commit {commit}"
 
 
 def wanted_text(target: Target, verdict: Verdict | None) -> str:
@@ -306,22 +309,16 @@ class Page:
         text += f", {undecided} more want further runs" if undecided else ""
         text += f", {self.not_measured} not measured" if self.not_measured else ""
         text += ". Made by `tilewise bench targets`; do not edit."
-        runs = [
-            f"[{Path(file).stem}](../bench/results/{folder.name}/{file}) of commit {_commit(run)}"
-            for file, run in self.used.items()
-        ]
+        runs = [_source(folder, file, run) for file, run in self.used.items()]
         text += f" Runs: {', '.join(runs)}." if runs else ""
-        copies = [run["env"]["copy_tbps"] for run in self.used.values() if _has_copy(run)]
+        rates = (run["env"].get("copy_tbps") for run in self.used.values())
+        copies = [rate for rate in rates if rate]
         if copies:
             ends = dict.fromkeys(f"{rate:.2f}" for rate in (min(copies), max(copies)))
             text += f" Copies ran at {' to '.join(ends)} TB/s in these."
         if self.untried:
             text += f" Missed and not tried for: {', '.join(self.untried)}."
         return text
-
-
-def _has_copy(run: dict[str, Any]) -> bool:
-    return bool(run["env"].get("copy_tbps"))
 
 
 def add_targets(page: Page, folder: Path) -> None:
@@ -376,12 +373,22 @@ def add_servers(page: Page, folder: Path) -> None:
         page.row(case, wanted, reached, is_met, (file.name, serve))
 
 
+def add_errors(page: Page, folder: Path) -> None:
+    """Add our errors beside FA3's, of the whole suite's run; no target judges them."""
+    file = folder / "kernels.json"
+    if file.exists():
+        run = json.loads(file.read_text(encoding="utf-8"))
+        ours = {"tilewise": "", **OF_OURS}
+        page.lines += errors_section(run, _source(folder, file.name, run), ours)
+
+
 def section(folder: Path) -> str:
-    """Return the tables of all targets, and how many are met."""
+    """Return the tables of all targets, how many are met, and the errors."""
     page = Page()
     add_targets(page, folder)
     add_bounds(page, folder)
     add_servers(page, folder)
+    add_errors(page, folder)
     return "\n".join([page.head(folder), *page.lines])
 
 

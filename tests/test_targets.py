@@ -7,6 +7,7 @@ import pytest
 
 from tilewise.bench import host, targets
 from tilewise.bench.cases import CASES
+from tilewise.bench.target_errors import FIGURES, pairs
 from tilewise.bench.targets import BY_NAME, TARGETS, Target, judge
 
 ENV = {"matmul_tflops": 700.0, "copy_tbps": 4.25, "commit": "abc", "date": "2026-11-30"}
@@ -138,6 +139,59 @@ def test_bounds_are_rows_of_the_host_s_bench_as_it_is_by_default():
     assert host.build_parser().parse_args([]).requests == 256
     rows = {host.BUILD, *map(host.ON_GPU.format, steps)}
     assert {bound.call for bound in targets.BOUNDS} == rows
+
+
+def erred(figures):
+    """A run whose rows have a relative error and maybe a worst row's, but no times."""
+    rows = [
+        {"case": case, "provider": provider, **dict(zip(FIGURES, values, strict=False))}
+        for (case, provider), values in figures.items()
+    ]
+    return {"env": ENV, "rows": rows}
+
+
+def test_errors_stand_beside_those_of_fa3(tmp_path):
+    figures = {
+        ("pf_1x16k", "tilewise"): (2.0e-3, 4.0e-3), ("pf_1x16k", "fa3"): (2.0e-3, 5.0e-3),
+        ("pf_8x2k", "tilewise"): (2.1e-3,), ("pf_8x2k", "fa3"): (2.0e-3, 5.0e-3),
+        ("pf_fp8_8x2k", "tilewise"): (1.0e-3, 2.0e-3), ("pf_fp8_8x2k", "fa3"): (1.0e-2, 2.0e-2),
+        ("pf_fp8_8x2k", "tilewise_fp8"): (1.2e-2, 2.2e-2),
+        # Not measured, and not by FA3.
+        ("dec_b1_1k", "tilewise"): (None, None), ("dec_b1_1k", "fa3"): (1.0e-3, 2.0e-3),
+        ("dec_b1_8k", "tilewise"): (1.0e-3, 2.0e-3),
+    }  # fmt: skip
+    (tmp_path / "kernels.json").write_text(json.dumps(erred(figures)))
+    text = targets.section(tmp_path).partition("## Errors\n\n")[2]
+    said, _, head, _, *lines = text.splitlines()
+    assert "/kernels.json) of commit abc: " in said
+    assert "error is above FA3's (a ratio above 1.00) in 2 of 4 rows" in said
+    assert "at most 1.200 times FA3's, in pf_fp8_8x2k (fp8 products); the worst row's" in said
+    assert "in 1 of 3 rows, and at most 1.100 times FA3's, in pf_fp8_8x2k (fp8 products)." in said
+    assert said.endswith(" Without figures there: dec_b1_1k, dec_b1_8k.")
+    assert head.count("|") == 8
+    assert lines == [
+        "| pf_1x16k | 2.000e-03 | 2.000e-03 | 1.000 | 4.000e-03 | 5.000e-03 | 0.800 |",
+        "| pf_8x2k | 2.100e-03 | 2.000e-03 | 1.050 | - | 5.000e-03 | - |",
+        "| pf_fp8_8x2k | 1.000e-03 | 1.000e-02 | 0.100 | 2.000e-03 | 2.000e-02 | 0.100 |",
+        "| pf_fp8_8x2k (fp8 products) | 1.200e-02 | 1.000e-02 | 1.200 | 2.200e-02 | 2.000e-02 "
+        "| 1.100 |",
+    ]
+
+
+def test_another_way_is_shown_where_its_errors_differ(tmp_path):
+    figures = {("dec_b1_1k", "fa3"): (1.0e-3, 1.0e-3)}
+    figures |= {("dec_b1_1k", way): (2.0e-3, 2.0e-3) for way in ("tilewise", "tilewise_shared")}
+    found = [pair.case for pair in pairs(erred(figures), {"tilewise": "", **targets.OF_OURS})]
+    assert found == ["dec_b1_1k"]
+    figures["dec_b1_1k", "tilewise_shared"] = (2.0e-3, 2.1e-3)
+    found = [pair.case for pair in pairs(erred(figures), {"tilewise": "", **targets.OF_OURS})]
+    assert found == ["dec_b1_1k", "dec_b1_1k (common pages read once)"]
+
+
+def test_a_folder_without_figures_has_no_errors(tmp_path):
+    assert "## Errors" not in targets.section(tmp_path)
+    (tmp_path / "kernels.json").write_text(json.dumps(run({("pf_1x16k", "tilewise"): 3000.0})))
+    assert "## Errors" not in targets.section(tmp_path)
 
 
 def served(rates, ttft=100.0, backends=("TILEWISE", "FLASH_ATTN"), workloads=targets.WORKLOADS):

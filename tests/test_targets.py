@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
-from tilewise.bench import targets
+from tilewise.bench import host, targets
 from tilewise.bench.cases import CASES
+from tilewise.bench.target_errors import FIGURES, pairs
 from tilewise.bench.targets import BY_NAME, TARGETS, Target, judge
 
 ENV = {"matmul_tflops": 700.0, "copy_tbps": 4.25, "commit": "abc", "date": "2026-11-30"}
@@ -94,6 +95,105 @@ def test_a_run_that_lacks_a_case_leaves_it_to_the_newest_other(tmp_path):
     assert "kernels_a" not in head
 
 
+def test_misses_that_were_not_tried_for_and_copies_come_from_the_runs_used(tmp_path):
+    slow = {"pf_1x16k", "dec_b1_1k", "dec_sink_w128_b64_32k"}
+    times = {(case, "tilewise"): 100.0 for case in (*slow, "dec_b1_8k")}
+    times |= {(case, "fa3"): 99.0 for case in slow} | {("dec_b1_8k", "fa3"): 200.0}
+    (tmp_path / "kernels.json").write_text(json.dumps(run(times, copy_tbps=4.0)))
+    late = run({("dec_b1_8k", "tilewise"): 1.0}, copy_tbps=9.0, date="2026-12-31")
+    (tmp_path / "kernels_late.json").write_text(json.dumps(late))
+    head = targets.section(tmp_path).splitlines()[0]
+    # Once each, though three targets of these two are missed; prefills of 16k were tried for.
+    assert head.endswith(" Missed and not tried for: dec_b1_1k, dec_sink_w128_b64_32k.")
+    assert " Copies ran at 4.00 TB/s in these." in head
+
+
+def hosted(rows, date, requests=256):
+    rows = [{"call": c, "requests": requests, "median_us": t} for c, t in rows.items()]
+    return {"env": ENV | {"date": date}, "rows": rows}
+
+
+def test_what_a_step_costs_once_is_bounded(tmp_path):
+    plan = host.ON_GPU.format("decode of 256 requests")
+
+    def found():
+        rows = targets.section(tmp_path).partition("**once a step**")[2].splitlines()
+        return [line.split(" | ")[2:] for line in rows if line.startswith(("| plan", "| build"))]
+
+    assert found() == [["not measured", "| |"]] * 4
+    (tmp_path / "host.json").write_text(json.dumps(hosted({"build": 60.0}, "2026-11-02")))
+    (tmp_path / "host_a.json").write_text(json.dumps(hosted({"build": 99.0}, "2026-11-01")))
+    assert found()[1:] == [["not measured", "| |"]] * 2 + [["60.00 µs", "host", "met |"]]
+    # A batch of another size says nothing; the newest that has a row counts.
+    other = hosted({"build": 99.0, plan: 9.0}, "2026-11-04", requests=40)
+    (tmp_path / "host_c.json").write_text(json.dumps(other))
+    late = hosted({"build": 60.1, plan: 4.0}, "2026-11-03")
+    (tmp_path / "host_b.json").write_text(json.dumps(late))
+    first, *_, last = found()
+    assert (first, last) == (["4.00 µs", "host_b", "met |"], ["60.10 µs", "host_b", "**missed** |"])
+    assert "/host_b.json) of commit abc" in targets.section(tmp_path)
+
+
+def test_bounds_are_rows_of_the_host_s_bench_as_it_is_by_default():
+    steps = ["decode of 256 requests", "decode of 16 requests", "prefill of 16 requests"]
+    assert host.build_parser().parse_args([]).requests == 256
+    rows = {host.BUILD, *map(host.ON_GPU.format, steps)}
+    assert {bound.call for bound in targets.BOUNDS} == rows
+
+
+def erred(figures):
+    """A run whose rows have a relative error and maybe a worst row's, but no times."""
+    rows = [
+        {"case": case, "provider": provider, **dict(zip(FIGURES, values, strict=False))}
+        for (case, provider), values in figures.items()
+    ]
+    return {"env": ENV, "rows": rows}
+
+
+def test_errors_stand_beside_those_of_fa3(tmp_path):
+    figures = {
+        ("pf_1x16k", "tilewise"): (2.0e-3, 4.0e-3), ("pf_1x16k", "fa3"): (2.0e-3, 5.0e-3),
+        ("pf_8x2k", "tilewise"): (2.1e-3,), ("pf_8x2k", "fa3"): (2.0e-3, 5.0e-3),
+        ("pf_fp8_8x2k", "tilewise"): (1.0e-3, 2.0e-3), ("pf_fp8_8x2k", "fa3"): (1.0e-2, 2.0e-2),
+        ("pf_fp8_8x2k", "tilewise_fp8"): (1.2e-2, 2.2e-2),
+        # Not measured, and not by FA3.
+        ("dec_b1_1k", "tilewise"): (None, None), ("dec_b1_1k", "fa3"): (1.0e-3, 2.0e-3),
+        ("dec_b1_8k", "tilewise"): (1.0e-3, 2.0e-3),
+    }  # fmt: skip
+    (tmp_path / "kernels.json").write_text(json.dumps(erred(figures)))
+    text = targets.section(tmp_path).partition("## Errors\n\n")[2]
+    said, _, head, _, *lines = text.splitlines()
+    assert "/kernels.json) of commit abc: " in said
+    assert "error is above FA3's (a ratio above 1.00) in 2 of 4 rows" in said
+    assert "at most 1.200 times FA3's, in pf_fp8_8x2k (fp8 products); the worst row's" in said
+    assert "in 1 of 3 rows, and at most 1.100 times FA3's, in pf_fp8_8x2k (fp8 products)." in said
+    assert said.endswith(" Without figures there: dec_b1_1k, dec_b1_8k.")
+    assert head.count("|") == 8
+    assert lines == [
+        "| pf_1x16k | 2.000e-03 | 2.000e-03 | 1.000 | 4.000e-03 | 5.000e-03 | 0.800 |",
+        "| pf_8x2k | 2.100e-03 | 2.000e-03 | 1.050 | - | 5.000e-03 | - |",
+        "| pf_fp8_8x2k | 1.000e-03 | 1.000e-02 | 0.100 | 2.000e-03 | 2.000e-02 | 0.100 |",
+        "| pf_fp8_8x2k (fp8 products) | 1.200e-02 | 1.000e-02 | 1.200 | 2.200e-02 | 2.000e-02 "
+        "| 1.100 |",
+    ]
+
+
+def test_another_way_is_shown_where_its_errors_differ(tmp_path):
+    figures = {("dec_b1_1k", "fa3"): (1.0e-3, 1.0e-3)}
+    figures |= {("dec_b1_1k", way): (2.0e-3, 2.0e-3) for way in ("tilewise", "tilewise_shared")}
+    found = [pair.case for pair in pairs(erred(figures), {"tilewise": "", **targets.OF_OURS})]
+    assert found == ["dec_b1_1k"]
+    figures["dec_b1_1k", "tilewise_shared"] = (2.0e-3, 2.1e-3)
+    found = [pair.case for pair in pairs(erred(figures), {"tilewise": "", **targets.OF_OURS})]
+    assert found == ["dec_b1_1k", "dec_b1_1k (common pages read once)"]
+
+
+def test_a_folder_without_figures_has_no_errors(tmp_path):
+    assert "## Errors" not in targets.section(tmp_path)
+    (tmp_path / "kernels.json").write_text(json.dumps(run({("pf_1x16k", "tilewise"): 3000.0})))
+    assert "## Errors" not in targets.section(tmp_path)
+
+
 def served(rates, ttft=100.0, backends=("TILEWISE", "FLASH_ATTN"), workloads=targets.WORKLOADS):
     """Runs of ``bench serve``; ``rates`` are requests a second of ours, of a peer that gives 1."""
     rows = [
@@ -138,7 +238,8 @@ def test_whole_servers_need_three_runs_of_every_workload(tmp_path):
     (tmp_path / "kernels.json").write_text(json.dumps(run({})))
     (tmp_path / "serve.json").write_text(json.dumps(served([1.1, 1.1])))
     text = targets.section(tmp_path)
-    assert text.startswith("0 of 0 met, 3 more want further runs.")
+    rest = len(TARGETS) + len(targets.BOUNDS)
+    assert text.startswith(f"0 of 0 met, 3 more want further runs, {rest} not measured.")
     assert text.count("less than 3 runs |") == 3
 
 

@@ -28,7 +28,8 @@ class PagedCache:
     page_size : int
         Tokens of one page.
     kv : list of Tensor[num_pages, num_kv_heads, page_size, 2 * head_dim]
-        One cache per rotation copy, K then V in the last dimension, tokens outside heads in memory.
+        One cache per rotation copy, K then V in the last dimension; in memory tokens lie outside
+        heads (NHD), or heads outside tokens where they were asked for so (HND).
     block_table : Tensor[num_reqs, max_pages], int32
         Random permutation of pages; unused entries name a page that belongs to no request.
     page_counts : list of int
@@ -107,7 +108,9 @@ class CaseInputs:
         self.q = [self._randn(shape, copy, "q") for copy in range(self.copies)]
         self.out = [torch.empty_like(q) for q in self.q]
         self.sinks = self._randn((case.num_q_heads,), 0, "s") if case.sinks else None
-        self._paged: weakref.WeakValueDictionary[int, PagedCache] = weakref.WeakValueDictionary()
+        self._paged: weakref.WeakValueDictionary[tuple[int, bool], PagedCache] = (
+            weakref.WeakValueDictionary()
+        )
         self._reference: Reference | None = None
 
     @property
@@ -136,15 +139,15 @@ class CaseInputs:
         pairs = [self.keys_values(copy) for copy in range(self.copies)]
         return DenseCache([k for k, _ in pairs], [v for _, v in pairs], self.kv_start_loc)
 
-    def paged(self, page_size: int) -> PagedCache:
-        """Return the caches for one page size, shared by all that still hold them."""
-        cache = self._paged.get(page_size)
+    def paged(self, page_size: int, hnd: bool = False) -> PagedCache:
+        """Return the caches for one page size and layout, shared by all that still hold them."""
+        cache = self._paged.get((page_size, hnd))
         if cache is None:
-            cache = self._build_paged(page_size)
-            self._paged[page_size] = cache
+            cache = self._build_paged(page_size, hnd)
+            self._paged[page_size, hnd] = cache
         return cache
 
-    def _build_paged(self, page_size: int) -> PagedCache:
+    def _build_paged(self, page_size: int, hnd: bool) -> PagedCache:
         case = self.case
         counts = [-(-kv_len // page_size) for kv_len in case.kv_lens]
         owned = sum(counts)
@@ -166,7 +169,9 @@ class CaseInputs:
         pos = torch.arange(len(req), device=self.device) - self.kv_start_loc[:-1].long()[req]
         slots = table[req, pos // page_size].long() * page_size + pos % page_size
         caches = [
-            self._scatter(self.keys_values(copy), slots, unowned, owned + SPARE_PAGES, page_size)
+            self._scatter(
+                self.keys_values(copy), slots, unowned, owned + SPARE_PAGES, page_size, hnd
+            )
             for copy in range(self.copies)
         ]
         return PagedCache(page_size, caches, table, counts)
@@ -178,19 +183,21 @@ class CaseInputs:
         unowned: torch.Tensor,
         num_pages: int,
         page_size: int,
+        hnd: bool,
     ) -> torch.Tensor:
         heads, dim = self.case.num_kv_heads, self.case.head_dim
-        shape = (num_pages, page_size, heads, 2 * dim)
-        storage = torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+        outer = (heads, page_size) if hnd else (page_size, heads)
+        storage = torch.zeros(num_pages, *outer, 2 * dim, dtype=self.kv_dtype, device=self.device)
         raw, k, v = storage, *keys_values
         poison: float = float("nan")
         if self.kv_dtype == FP8:  # indexing is not implemented for fp8: move its bytes
             raw, k, v, poison = (*(x.view(torch.uint8) for x in (storage, k, v)), 0x7F)
         raw[unowned.to(self.device)] = poison
-        flat = raw.view(num_pages * page_size, heads, 2 * dim)
-        flat[slots, :, :dim] = k
-        flat[slots, :, dim:] = v
-        return storage.transpose(1, 2)
+        tokens = raw.transpose(1, 2) if hnd else raw
+        page, place = slots // page_size, slots % page_size
+        tokens[page, place, :, :dim] = k
+        tokens[page, place, :, dim:] = v
+        return storage if hnd else storage.transpose(1, 2)
 
     def poison_outputs(self) -> None:
         """Fill every output with NaN, so that a row left unwritten fails the gate."""

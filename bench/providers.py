@@ -72,7 +72,8 @@ def _nhd(kv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Tilewise(Provider):
     """Our own kernels, through `PagedAttention`; plain ones only on request.
 
-    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.  A
+    With ``fp8_matmul`` an fp8 cache meets fp8 operands; queries are rounded inside the kernel.
+    With ``hnd`` heads lie outside tokens in a page, so that a head's part of it is one piece.  A
     ``config`` goes before the policy's choice.  ``package`` is another checkout's, if not this one
     (``tilewise.bench.versions``).
     """
@@ -84,6 +85,7 @@ class Tilewise(Provider):
         plain: bool = False,
         shared_prefixes: bool = False,
         fp8_matmul: bool = False,
+        hnd: bool = False,
         config: Any = None,
         package: str = "tilewise",
     ) -> None:
@@ -95,6 +97,7 @@ class Tilewise(Provider):
         self.plain = plain
         self.shared_prefixes = shared_prefixes
         self.fp8_matmul = fp8_matmul
+        self.hnd = hnd
 
     def unsupported(self, case: Case) -> str | None:
         """With shared prefixes: decodes, no window; products of fp8: prefills of such a cache."""
@@ -113,7 +116,7 @@ class Tilewise(Provider):
             importlib.import_module(f"{self.package}.{name}")
             for name in ("counters", "policy", "attention", "device")
         )
-        cache = inputs.paged(self.page_size)
+        cache = inputs.paged(self.page_size, self.hnd)
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         query_len = case.max_q_len if case.kind == "decode" else 1
         config = self.config
@@ -424,6 +427,7 @@ def registry(flashinfer: bool = True) -> dict[str, Provider]:
         Tilewise(),
         Tilewise("tilewise_p16", page_size=16),
         Tilewise("tilewise_p128", page_size=128),
+        Tilewise("tilewise_hnd", hnd=True),
         Tilewise("tilewise_plain", plain=True),
         Tilewise("tilewise_shared", shared_prefixes=True),
         Tilewise("tilewise_fp8", fp8_matmul=True),

@@ -20,6 +20,7 @@ HEADINGS = {
     "tilewise_shared": "shared prefixes", "flashinfer_cascade": "FlashInfer's cascade",
     "tilewise_fp8": "fp8 products", "tilewise_fp8_plain": "fp8 products, plain Triton",
     "tilewise_p16": "pages of 16", "tilewise_p128": "pages of 128",
+    "tilewise_hnd": "heads outside tokens",
     "fa3": "FLASH_ATTN (FA3)", "fa3_best": "FA3 at its best", "flashinfer": "FLASHINFER",
     "triton_attn": "TRITON_ATTN", "cudnn": "cuDNN",
 }  # fmt: skip

@@ -109,14 +109,16 @@ def test_rotation_exceeds_the_l2(name: str):
     assert copies_for(case, 32) <= 32
 
 
-def test_pages_hold_the_data_and_nothing_else_is_owned():
+@pytest.mark.parametrize("hnd", [False, True], ids=["nhd", "hnd"])
+def test_pages_hold_the_data_and_nothing_else_is_owned(hnd: bool):
     case = Case("tiny", "decode", (1, 2), (33, 5), num_q_heads=4, num_kv_heads=2, head_dim=16)
     inputs = CaseInputs(case, "cpu", layers=2)
-    cache = inputs.paged(16)
+    cache = inputs.paged(16, hnd)
     k, v = inputs.keys_values(1)
     assert cache.page_counts == [3, 1]
     kv = cache.kv[1]
     assert kv.shape == (4 + SPARE_PAGES, 2, 16, 32)
+    assert kv.stride()[1:] == ((512, 32, 1) if hnd else (32, 64, 1))
     start = 0
     for pages, kv_len in zip(providers.pages_of(cache), case.kv_lens, strict=True):
         got = kv[pages.long()].transpose(1, 2).reshape(-1, 2, 32)[:kv_len]
@@ -128,7 +130,8 @@ def test_pages_hold_the_data_and_nothing_else_is_owned():
     assert len(unowned) == SPARE_PAGES
     assert bool(kv[unowned].isnan().all())
     assert bool(kv[sorted(owned)].isfinite().all())
-    assert cache is inputs.paged(16)
+    assert cache is inputs.paged(16, hnd)
+    assert cache is not inputs.paged(16, not hnd)
 
 
 class Torch(providers.Provider):
@@ -218,8 +221,8 @@ def test_a_spent_budget_leaves_rows_that_say_so(monkeypatch, tmp_path: Path):
 def test_missing_peers_say_why():
     known = providers.registry()
     assert list(known) == [
-        "tilewise", "tilewise_p16", "tilewise_p128", "tilewise_plain", "tilewise_shared",
-        "tilewise_fp8", "tilewise_fp8_plain", "fa3", "fa3_best",
+        "tilewise", "tilewise_p16", "tilewise_p128", "tilewise_hnd", "tilewise_plain",
+        "tilewise_shared", "tilewise_fp8", "tilewise_fp8_plain", "fa3", "fa3_best",
         "flashinfer", "flashinfer_cascade", "triton_attn", "cudnn",
     ]  # fmt: skip
     shared, cascade = known["tilewise_shared"], known["flashinfer_cascade"]

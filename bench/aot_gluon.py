@@ -289,10 +289,14 @@ def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
     }  # fmt: skip
     compiled = compilers[kernel](**variant)
     registers, spill_bytes = measure(compiled, 90)
-    ptx = compiled.asm["ptx"]
+    ptx, code = compiled.asm["ptx"], sass.of(compiled)
     return variant | {
         "registers": registers, "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg"),
-        "loops": main_loops(compiled), "unset": sass.unset_uniforms(sass.of(compiled)),
+        # What ptxas made of both: copies to shared memory, products of 16 and of 8 bits.
+        "sass": {
+            op: sum(x.opcode.startswith(op) for x in code) for op in ("UTMALDG", "HGMMA", "QGMMA")
+        },
+        "loops": main_loops(compiled), "unset": sass.unset_uniforms(code),
     }  # fmt: skip

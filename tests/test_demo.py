@@ -112,14 +112,28 @@ def test_missing_launches_and_wrong_answers_fail(demo):
         "cudagraph_mode": "NONE",
         "turns": [{"answer": "It is Paris.", "expected_word": "Paris"}],
     }  # fmt: skip
+    steps = {"steps{path=decode}": 3, "steps{path=prefill}": 1}
+    replayed = {"graph_steps{mode=full}": 3}
     broken = (
         {"layers": {"vllm.SomeImpl": 30}},
         {"layers": {}},
         {"counters": good["counters"] | {"launches{kernel=decode}": 0}},
         {"counters": {}},
         {"turns": [{"answer": "-", "expected_word": "Paris"}]},
+        # Graphs that nothing was replayed from, and prefills, which these graphs do not hold.
+        {"counters": steps, "cudagraph_mode": "FULL"},
+        {"counters": steps | replayed, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+        {"counters": steps | {"launches{kernel=hopper_prefill}": 30}, "cudagraph_mode": "FULL"},
     )
-    for change, expected in (({}, True), *((change, False) for change in broken)):
+    right = (
+        {},
+        {"counters": steps | replayed, "cudagraph_mode": "FULL"},
+        {"counters": steps | replayed | {"launches{kernel=hopper_prefill}": 30},
+         "cudagraph_mode": "FULL_AND_PIECEWISE"},
+        {"counters": steps | {"launches{kernel=hopper_prefill_kv8}": 30,
+                              "launches{kernel=prefix_decode}": 30}},
+    )  # fmt: skip
+    for change, expected in (*((x, True) for x in right), *((x, False) for x in broken)):
         checks = demo["demo_common"].Checks()
         demo["chat"].check_run(checks, good | change, known_model=True)
         assert checks.passed == expected, change

@@ -198,7 +198,6 @@ def check_preemption(result: dict, model: Path) -> None:
     assert agreement.num_equal == len(PREEMPTED_PROMPTS), str(agreement)
 
 
-@pytest.mark.slow
 def test_preempted_requests_keep_their_tokens(ratio3_model, tmp_path):
     result = preemption_job(ratio3_model, tmp_path)
     assert result["runner"] == "v2"

@@ -69,6 +69,7 @@ def check_budget(rows):
         assert row["spill_bytes"] <= most + 100 * row.get("softcap", False), row
         assert row["wgmma"] >= 32, row
         assert row["tma"] >= 4, row
+        assert min(row["sass"]["UTMALDG"], row["sass"]["HGMMA"]) > 0, row
         assert row["setmaxnreg"] > 0, row
         # In each of the two consumers: one loop with masks, one without, where maxima may be
         # found among bits another one that finds them so, and with a window another with masks.

@@ -23,6 +23,7 @@ def check_budget(rows):
         assert row["spill_bytes"] <= 64, row
         assert row["wgmma"] >= 8, row
         assert row["tma"] >= 6, row
+        assert min(row["sass"]["UTMALDG"], row["sass"]["HGMMA"]) > 0, row
         loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 30]
         assert loops, row
         for loop in loops:

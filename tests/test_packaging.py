@@ -177,10 +177,12 @@ def test_the_kernels_run_from_the_wheel(wheel_env, tmp_path):
     )
     if any((Path(path) / "tilewise").is_dir() for path in libraries.split(os.pathsep)):
         pytest.skip("this environment holds a copy of tilewise, which would be found first")
-    where = call(
-        wheel_env, "-c", ATTENTION, cwd=tmp_path, PYTHONPATH=libraries, TRITON_INTERPRET="1"
-    )
+    environ = {"PYTHONPATH": libraries, "TRITON_INTERPRET": "1"}
+    where = call(wheel_env, "-c", ATTENTION, cwd=tmp_path, **environ)
     assert Path(where.strip()).is_relative_to(wheel_env.parent.parent)
+    # bench/ is part of it.
+    script = wheel_env.parent / "tilewise"
+    assert "pf_1x16k" in call(script, "bench", "kernels", "--list", cwd=tmp_path, **environ)
 
 
 def test_editable_install_sees_edits_and_new_files(tmp_path):

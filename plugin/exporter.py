@@ -6,9 +6,10 @@ there, chosen by what vLLM set up:
 * One API server (the default): each worker rewrites a small file once a second in a folder whose
   name its environment inherited, and a collector in the API server's registry reads the folder.
 * Several API servers: vLLM sets ``PROMETHEUS_MULTIPROC_DIR`` and serves what prometheus_client
-  collects from all processes; there the worker feeds native metrics.
+  collects from the files of all processes; there the worker leaves such files.
 
 Nothing here may disturb serving: a folder that cannot be written is said once and tried again.
+``tilewise.sinks`` writes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from tilewise import counters, side_port
 from tilewise.counters import METRICS
 from tilewise.settings import load_settings
+from tilewise.sinks import GAUGE_FILES, FileSink, NativeSink
 
 FOLDER_VARIABLE = "TILEWISE_METRICS_DIR"
 NATIVE_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -55,6 +57,8 @@ def prepare() -> None:
     first = SINCE_VARIABLE not in os.environ
     if first:
         os.environ[SINCE_VARIABLE] = repr(time.time())
+        if os.environ.get(NATIVE_VARIABLE):
+            _sweep_native(Path(os.environ[NATIVE_VARIABLE]))
     if os.environ.get(FOLDER_VARIABLE, "auto") in ("auto", ""):
         try:
             folder = tempfile.mkdtemp(prefix="tilewise-metrics-")
@@ -64,7 +68,7 @@ def prepare() -> None:
         os.environ[FOLDER_VARIABLE] = folder
         atexit.register(_remove, folder, os.getpid())
     elif first:
-        _sweep(Path(os.environ[FOLDER_VARIABLE]))
+        _sweep(Path(os.environ[FOLDER_VARIABLE]), "*.json", "*.part")
     if _registered_pid is None:
         from prometheus_client import REGISTRY
 
@@ -85,13 +89,24 @@ def collect_all() -> Iterator[Any]:
     yield from (f for f in registry.collect() if f.name.startswith("tilewise_"))
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: Path, *patterns: str) -> None:
     """Remove what servers left in a folder that outlives them, or it grows with every restart."""
     oldest = time.time() - ABANDONED_SECONDS
-    for path in (*folder.glob("*.json"), *folder.glob("*.part")):
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # another server removed it, or may not write here
             if path.stem.isdigit() and path.stat().st_mtime < oldest:
                 path.unlink()
+
+
+def _sweep_native(folder: Path) -> None:
+    """Remove gauges of servers that are gone: this one may have fewer ranks, which replace theirs.
+
+    A server that lives writes its own anew within a second. Counters stay, and add up.
+    """
+    _sweep(folder, "*.part")
+    for path in folder.glob(GAUGE_FILES):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _since() -> float:
@@ -136,7 +151,13 @@ class Exporter:
     """A thread that brings the counters out once a second."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        self._sink = NativeSink(labels) if os.environ.get(NATIVE_VARIABLE) else FileSink(labels)
+        # Now: the variables may be gone when the thread writes.
+        native = os.environ.get(NATIVE_VARIABLE)
+        self._sink = (
+            NativeSink(Path(native), labels)
+            if native
+            else FileSink(Path(os.environ[FOLDER_VARIABLE]), labels)
+        )
         self._lock = threading.Lock()
         self._failed = self._closed = False
         self._owner = os.getpid()
@@ -173,90 +194,6 @@ class Exporter:
                 self._failed = True
             else:
                 self._failed = False
-
-
-class FileSink:
-    """Rewrites this process's file in one step, so that a reader never sees half of it."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        # Now: the variable may be gone when the thread writes.
-        self._folder = Path(os.environ[FOLDER_VARIABLE])
-        self._labels = labels
-        # Counts of each bucket, of what exceeds them all, and the sum. There from the start, or
-        # Prometheus would not see the first values arrive.
-        self._histograms = {
-            name: [0.0] * (len(metric.buckets) + 2)
-            for name, metric in METRICS.items()
-            if metric.kind == "histogram"
-        }
-
-    def write(
-        self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
-    ) -> None:
-        """Write all totals, and the buckets of everything observed so far."""
-        for name, value in observed:
-            bounds, cells = METRICS[name].buckets, self._histograms[name]
-            cells[next((i for i, b in enumerate(bounds) if value <= b), len(bounds))] += 1
-            cells[-1] += value
-        content = {
-            "pid": os.getpid(),
-            "labels": self._labels,
-            "totals": [[name, dict(labels), value] for name, labels, value in totals],
-            "histograms": self._histograms,
-        }
-        path = self._folder / f"{os.getpid()}.json"
-        draft = path.with_suffix(".part")
-        draft.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(draft, path)
-
-
-class NativeSink:
-    """Feeds metrics of prometheus_client, which shares them between processes by itself."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        import prometheus_client
-        from prometheus_client import values
-
-        # Chosen when prometheus_client was imported, which in a forked worker was before vLLM set
-        # the variable; values kept in memory would never leave this process.
-        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
-        self._client = prometheus_client
-        self._labels = labels
-        self._metrics: dict[str, Any] = {}
-        self._seen: dict[tuple[str, counters.Labels], int] = {}
-
-    def _metric(self, name: str) -> Any:
-        if name not in self._metrics:
-            spec = METRICS[name]
-            options: dict[str, Any] = {"labelnames": (*self._labels, *spec.labels)}
-            if spec.kind == "histogram":
-                options["buckets"] = spec.buckets
-            if spec.kind == "gauge":
-                options["multiprocess_mode"] = "livesum"
-            kinds = {
-                "counter": self._client.Counter,
-                "gauge": self._client.Gauge,
-                "histogram": self._client.Histogram,
-            }
-            self._metrics[name] = kinds[spec.kind](spec.name, spec.help, **options)
-        return self._metrics[name]
-
-    def write(
-        self, totals: list[tuple[str, counters.Labels, int]], observed: list[tuple[str, float]]
-    ) -> None:
-        """Add what came since the last time."""
-        for name, metric in METRICS.items():
-            if metric.kind == "histogram":
-                self._metric(name).labels(**self._labels)  # there, at 0, before its first value
-        for name, labels, value in totals:
-            child = self._metric(name).labels(**self._labels, **dict(labels))
-            if METRICS[name].kind == "gauge":
-                child.set(value)
-            else:
-                child.inc(value - self._seen.get((name, labels), 0))
-            self._seen[name, labels] = value
-        for name, measured in observed:
-            self._metric(name).labels(**self._labels).observe(measured)
 
 
 class FolderCollector:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,16 +17,18 @@ from tilewise.errors import UnsupportedConfig
 WORKER = """
     import os, sys
     from tilewise import counters, exporter
-    rank, steps = sys.argv[1:3]
+    rank, steps, version = (*sys.argv[1:], "1.0")[:3]
     exporter.start({"engine": "0", "rank": rank})
     counters.add("steps", int(steps), path="decode")
     counters.add("launches", 3 * int(steps), kernel="decode")
     counters.add("fallback_layers", 2, reason="soft cap", target="FLASH_ATTN")
     counters.grow("workspace_bytes", 1000)
+    counters.put("build_info", 1, version=version, vllm="2", torch="3", triton="4")
     for value in (1e-5, 1e-3, 5.0):
         counters.observe("build_seconds", value)
     exporter.flush()
 """
+KILLED = f"{WORKER}    os.kill(os.getpid(), 9)\n"
 READER = """
     import os
     from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
@@ -40,37 +43,47 @@ READER = """
 """
 
 
-def run(code, *args, **environ):
+def run(code, *args, rc=0, prefix=(), **environ):
     ours = (exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE, side_port.LISTENER_VARIABLE)
     env = {k: v for k, v in os.environ.items() if k not in ours}
     # All these processes are of one server.
     env[exporter.SINCE_VARIABLE] = "0"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *args], env=env | environ,
+        [*prefix, sys.executable, "-c", textwrap.dedent(code), *args], env=env | environ,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == rc, done.stderr
     return done
 
 
 def samples(text):
-    """``{"name{labels}": value}`` of all our samples."""
+    """``{"name{labels}": value}`` of all our samples, labels in alphabetical order."""
     lines = [line for line in text.splitlines() if line.startswith("tilewise_")]
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+    found = {ordered(line.rsplit(" ", 1)[0]): float(line.rsplit(" ", 1)[1]) for line in lines}
+    assert len(found) == len(lines), text
+    return found
+
+
+def ordered(sample):
+    name, _, labels = sample.partition("{")
+    return f"{name}{{{','.join(sorted(labels.strip('}').split(',')))}}}"
 
 
 def expected(rank, steps):
     own = f'engine="0",rank="{rank}"'
-    return {
+    versions = 'version="1.0",vllm="2",torch="3",triton="4"'
+    found = {
         f'tilewise_steps_total{{{own},path="decode"}}': steps,
         f'tilewise_kernel_launches_total{{{own},kernel="decode"}}': 3 * steps,
         f'tilewise_workspace_bytes{{{own}}}': 1000,
+        f'tilewise_build_info{{{own},{versions}}}': 1,
         f'tilewise_build_seconds_count{{{own}}}': 3,
         f'tilewise_build_seconds_sum{{{own}}}': pytest.approx(5.00101),
         f'tilewise_build_seconds_bucket{{{own},le="2e-05"}}': 1,
         f'tilewise_build_seconds_bucket{{{own},le="0.001"}}': 2,
         f'tilewise_build_seconds_bucket{{{own},le="+Inf"}}': 3,
     }  # fmt: skip
+    return {ordered(name): value for name, value in found.items()}
 
 
 @pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
@@ -81,14 +94,7 @@ def test_counters_of_two_workers_are_served(variable, tmp_path):
     text = run(READER, **environ).stdout
     found = samples(text)
     wanted = expected("0", 5) | expected("1", 7)
-    if variable == exporter.NATIVE_VARIABLE:
-        # A live sum: gauges of processes that ended are gone.
-        wanted = {k: v for k, v in wanted.items() if "workspace" not in k}
-    for name, value in wanted.items():
-        keys = [k for k in found if sorted(k.strip("}").split("{")[-1].split(",")) ==
-                sorted(name.strip("}").split("{")[-1].split(",")) and
-                k.split("{")[0] == name.split("{")[0]]  # fmt: skip
-        assert [found[k] for k in keys] == [value], (name, text)
+    assert {name: found.get(name) for name in wanted} == wanted, text
     assert text.count("# TYPE tilewise_steps_total counter") == 1
 
 
@@ -99,6 +105,62 @@ def test_a_restarted_worker_replaces_its_predecessor(tmp_path):
     found = samples(run(READER, **environ).stdout)
     (value,) = [v for k, v in found.items() if k.startswith("tilewise_steps_total")]
     assert value == 2
+
+
+def gauges(text):
+    return {k: v for k, v in samples(text).items() if "workspace" in k or "build_info" in k}
+
+
+@pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
+def test_gauges_of_a_killed_worker_are_those_of_the_next(variable, tmp_path):
+    environ = {variable: str(tmp_path)}
+    run(KILLED, "0", "5", "0.9", rc=-signal.SIGKILL, **environ)
+    killed = gauges(run(READER, **environ).stdout)
+    assert sorted(killed.values()) == [1, 1000]  # until there is a next one
+    run(KILLED, "0", "2", rc=-signal.SIGKILL, **environ)
+    run(WORKER, "0", "3", **environ)
+    text = run(READER, **environ).stdout
+    # Neither added up nor, with the labels of another version, left behind.
+    wanted = {k: v for k, v in expected("0", 0).items() if "workspace" in k or "build_info" in k}
+    assert gauges(text) == wanted
+    # What processes counted adds up where prometheus_client merges them.
+    steps = 10 if variable == exporter.NATIVE_VARIABLE else 3
+    assert samples(text)['tilewise_steps_total{engine="0",path="decode",rank="0"}'] == steps
+
+
+def test_native_gauges_of_ranks_that_a_restarted_server_no_longer_has_are_gone(tmp_path):
+    environ = {exporter.NATIVE_VARIABLE: str(tmp_path)}
+    for rank in ("0", "1"):
+        run(KILLED, rank, "5", rc=-signal.SIGKILL, **environ)
+    theirs = tmp_path / "gauge_livesum_7.db"
+    theirs.touch()
+    code = "import os; from tilewise import exporter; del os.environ[exporter.SINCE_VARIABLE]; "
+    run(code + "exporter.prepare()", **environ)
+    theirs.unlink()
+    run(WORKER, "0", "2", **environ)
+    text = run(READER, **environ).stdout
+    assert len(gauges(text)) == 2
+    assert not [name for name in gauges(text) if 'rank="1"' in name]
+    assert samples(text)['tilewise_steps_total{engine="0",path="decode",rank="1"}'] == 5
+
+
+def test_native_files_stand_beside_those_of_other_metrics_of_the_process(tmp_path):
+    """prometheus_client maps theirs, and does not look whether somebody else writes there."""
+    code = """
+        from prometheus_client import Counter
+        theirs = Counter("theirs", "Another metric.")
+        theirs.inc()
+    """
+    after = """
+        exporter.flush()
+        theirs.inc(2)
+        exporter.flush()
+    """
+    environ = {exporter.NATIVE_VARIABLE: str(tmp_path)}
+    run("".join(map(textwrap.dedent, (code, WORKER, after))), "0", "5", **environ)
+    text = run(READER, **environ).stdout
+    assert samples(text)['tilewise_steps_total{engine="0",path="decode",rank="0"}'] == 5
+    assert "theirs_total 3.0" in text
 
 
 def test_ranks_that_a_restarted_server_no_longer_has_are_gone(tmp_path):
@@ -168,8 +230,94 @@ def test_a_folder_that_is_gone_breaks_nothing(variable, tmp_path):
     folder.mkdir()
     done = run(code, str(folder), **{variable: str(folder)})
     assert "served {'steps{path=decode}': 3}" in done.stdout
-    if variable == exporter.FOLDER_VARIABLE:
-        assert done.stderr.count("metrics cannot be written") == 1
+    assert done.stderr.count("metrics cannot be written") == 1
+
+
+DISK = """
+    import pathlib, sys
+    filler = pathlib.Path(sys.argv[1], "filler")
+
+    def fill():
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+
+    def drain():
+        filler.unlink()
+"""
+LIMIT = """
+    import resource
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+    def drain():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+"""
+FULL = """
+    import logging, os, sys
+    logging.basicConfig()
+    from tilewise import counters, exporter
+    folder, how = sys.argv[1:]
+
+    def put():
+        counters.add("steps", path="decode")
+        counters.observe("build_seconds", 1e-3)
+        exporter.flush()
+
+    exporter.PERIOD_SECONDS = 1000  # the thread writes once; then it is ours to say when
+    if how == "from the start":
+        fill()
+    exporter.start({"engine": "0", "rank": "0"})
+    put()
+    if how == "later":
+        fill()
+    for _ in range(40):
+        put()
+    print("served", counters.snapshot())
+    files = sorted(os.listdir(folder))
+    assert not [name for name in files if name.endswith(".part")], files
+    drain()
+    put()
+"""
+# A file system of its own for one process and its children, gone with them.
+MOUNTED = [
+    "unshare", "--map-root-user", "--mount", "sh", "-c",
+    'mount -t tmpfs -o size=64k none "$1" && shift && exec "$@"', "sh",
+]  # fmt: skip
+
+
+@pytest.fixture(params=["disk", "limit"])
+def room(request, tmp_path):
+    """A prefix for a command, under which little fits into the folder, and code to use it up."""
+    if request.param == "limit":
+        return [], LIMIT
+    prefix = [*MOUNTED, str(tmp_path)]
+    try:
+        tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"no file system can be mounted: {error}")
+    if tried.returncode != 0:
+        pytest.skip(f"no file system can be mounted: {tried.stderr.strip()}")
+    return prefix, DISK
+
+
+@pytest.mark.parametrize("how", ["from the start", "later"])
+@pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
+def test_a_full_disk_is_said_once_and_kills_nobody(variable, how, room, tmp_path):
+    """Where files are mapped, a page without a block is a SIGBUS and the end of the engine."""
+    prefix, code = room
+    code = "".join(map(textwrap.dedent, (code, FULL, READER)))
+    done = run(code, str(tmp_path), how, prefix=prefix, **{variable: str(tmp_path)})
+    assert "served {'steps{path=decode}': 41}" in done.stdout
+    assert done.stderr.count("metrics cannot be written") == 1, done.stderr
+    # What was counted meanwhile is there once there is room.
+    found = samples(done.stdout)
+    assert found['tilewise_steps_total{engine="0",path="decode",rank="0"}'] == 42
+    assert found['tilewise_build_seconds_count{engine="0",rank="0"}'] == 42
 
 
 def test_a_process_that_ends_does_not_miss_the_folder_it_removed():
@@ -260,7 +408,7 @@ def test_files_of_others_are_left_out_and_named(tmp_path, content):
 def test_half_written_files_are_never_read(tmp_path, monkeypatch):
     monkeypatch.setenv(exporter.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "12.part").write_text('{"pid": 12, "lab')
-    sink = exporter.FileSink({"engine": "0", "rank": "0"})
+    sink = exporter.FileSink(tmp_path, {"engine": "0", "rank": "0"})
     sink.write([("steps", (("path", "mixed"),), 4)], [])
     families = {family.name: family for family in exporter.FolderCollector().collect()}
     (sample,) = families["tilewise_steps"].samples

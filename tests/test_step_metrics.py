@@ -203,6 +203,66 @@ def test_nothing_grows_with_the_steps():
     assert len(counters.totals()) < 30
 
 
+MANY_STEPS = """
+    import json, os, resource, sys
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    import torch
+
+    from tilewise import counters, exporter, policy
+    from tilewise.integration.step_metrics import StepMetrics, describe_process
+
+    folder, steps, periods = Path(sys.argv[1]), int(sys.argv[2]), 100
+    describe_process()
+    exporter.PERIOD_SECONDS = 1e6  # the thread writes once, then we say when
+    exporter.start({"engine": "0", "rank": "0"})
+    exporter.flush()
+    device = policy.Device(arch=90, num_sms=132, shared_memory=227 * 1024)
+    metrics = StepMetrics(policy.choose(policy.Geometry(32, 8, 128, 64, 2), device))
+    plan = SimpleNamespace(num_tokens=4, max_prefill_tiles=0, has_decode=True)
+    batch = SimpleNamespace(
+        query_start_loc_cpu=torch.tensor([0, 1], dtype=torch.int32), num_reqs=1,
+        seq_lens_cpu_upper_bound=torch.tensor([100], dtype=torch.int32),
+    )
+
+    def held():
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return resident, sum(path.stat().st_size for path in folder.iterdir())
+
+    seen = []
+    for _ in range(periods):
+        for _ in range(steps // periods):
+            metrics.planned(plan, batch)
+            metrics.ran()
+            counters.observe("build_seconds", 1e-4)
+        exporter.flush()
+        seen.append(held())
+    print(json.dumps([counters.snapshot(), len(list(folder.iterdir())), seen]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE])
+def test_a_million_steps_leave_memory_and_files_as_they_are(variable, tmp_path):
+    """A process of its own, which writes every 10,000 steps, by file and natively."""
+    steps, others = 10**6, (exporter.FOLDER_VARIABLE, exporter.NATIVE_VARIABLE)
+    env = {k: v for k, v in os.environ.items() if k not in others} | {variable: str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MANY_STEPS), str(tmp_path), str(steps)],
+        env=env, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, num_files, seen = json.loads(done.stdout.splitlines()[-1])
+    assert found["steps{path=decode}"] == steps
+    assert num_files == (1 if variable == exporter.FOLDER_VARIABLE else 3)
+    # The first tenth fills what is bounded; the allocator may still take a page here and there.
+    resident, size = zip(*seen[len(seen) // 10 :], strict=True)
+    assert max(resident) - resident[0] < 1 << 20, resident
+    # Numbers in a text have more digits when they are larger; binary ones have not.
+    assert size[-1] - size[0] < (256 if variable == exporter.FOLDER_VARIABLE else 1), size
+
+
 def test_counters_exist_before_they_move():
     StepMetrics(CONFIG)
     found = {(name, *dict(labels).values()): value for name, labels, value in counters.totals()}

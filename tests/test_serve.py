@@ -123,21 +123,26 @@ def model(tmp_path_factory) -> Path:
     return TinyLlama().write(tmp_path_factory.mktemp("serve_model"))
 
 
+def serve_command(model: Path, port: int, *options: str) -> list[str]:
+    return [
+        *VLLM, "serve", str(model), "--served-model-name", "tiny",
+        "--attention-backend", "TILEWISE", "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+        "--kv-cache-memory-bytes", str(32 << 20), "--host", "127.0.0.1", "--port", str(port),
+        *options,
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def served(model, tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
     port, side, log = free_port(), free_port(), folder / "server.log"
     url = f"http://127.0.0.1:{port}"
-    command = [
-        *VLLM, "serve", str(model), "--served-model-name", "tiny",
-        "--attention-backend", "TILEWISE", "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
-        "--kv-cache-memory-bytes", str(32 << 20), "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=engine_environment() | {"TILEWISE_METRICS_PORT": str(side)}, stdout=out,
-            stderr=subprocess.STDOUT,
+            serve_command(model, port),
+            env=engine_environment() | {"TILEWISE_METRICS_PORT": str(side)},
+            stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     prometheus = None
     try:
@@ -405,3 +410,40 @@ def test_sigterm_ends_the_server_cleanly(served):
     }
     frames = [line for line in served.log.splitlines() if 'File "' in line]
     assert not [line for line in frames if any(f'"{folder}/' in line for folder in folders)]
+
+
+@pytest.mark.slow
+def test_several_api_servers_show_the_same(model, tmp_path):
+    """Whichever of them answers, all counts of the engine that they share are there."""
+    port, log = free_port(), tmp_path / "server.log"
+    url = f"http://127.0.0.1:{port}"
+    command = serve_command(model, port, "--api-server-count", "2")
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, env=engine_environment(), stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until_up(url, server, log)
+        at_start = settled_metrics(f"{url}/metrics")
+        asked = {"model": "tiny", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        for prompt in PROMPTS:
+            fetch(f"{url}/v1/completions", {**asked, "prompt": prompt})
+        settled = settled_metrics(f"{url}/metrics")
+        # Every request is a connection of its own, which either server may accept.
+        scrapes = [fetch(f"{url}/metrics") for _ in range(20)]
+        server.send_signal(signal.SIGTERM)
+        exit_code = server.wait(timeout=60)
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+    assert "ApiServer_1" in log.read_text()
+    assert {frozenset(samples(text)) for text in scrapes} == {frozenset(samples(settled))}
+    assert metric(settled, "tilewise_build_info") == 1
+    assert metric(settled, "tilewise_workspace_bytes") > 0
+    tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_TOKENS - 1)
+    assert moved(at_start, settled, "tilewise_tokens_total") == tokens
+    steps = metric(settled, "tilewise_steps_total")
+    assert metric(settled, "tilewise_kernel_launches_total", 'kernel="plan"') == steps
+    assert metric(settled, "tilewise_build_seconds_count") == steps
+    assert exit_code == 0, log.read_text()[-3000:]

@@ -253,7 +253,6 @@ def half_precision_job(shape: TinyLlama, folder: Path) -> tuple[dict, Reference]
 
 def check_half_precision(result: dict, reference: Reference) -> None:
     good, zeros, window = (compare(reference, done["tokens"]) for done in result["rounds"])
-    print(good)
     assert good.agrees, str(good)
     assert not zeros.agrees, str(zeros)
     assert not window.agrees, str(window)

@@ -115,7 +115,6 @@ def check_half_precision(run, engine, folder, monkeypatch):
     round_cache(monkeypatch, torch.float8_e4m3fn)
     reference = greedy_reference(model, HALF_PROMPTS, HALF_TOKENS, torch.float16)
     good, zeros = (compare(reference, done["tokens"]) for done in result["rounds"])
-    print(good)
     assert good.agrees, str(good)
     assert not zeros.agrees, str(zeros)
 

@@ -207,7 +207,6 @@ def done(request, started) -> Done:
 
 def test_tokens_agree_with_one_gpu(done):
     agreement = done.model.agreement(done.result["rounds"][:-1])
-    print(agreement)
     assert agreement.agrees, str(agreement)
 
 

@@ -64,7 +64,10 @@ def write_report(path: Path, result: Mapping[str, Any]) -> list[Path]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of ``tilewise bench report``."""
-    parser = argparse.ArgumentParser(prog="tilewise bench report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench report", description=__doc__,
+        epilog="Exit codes: 0; 2 for a file that cannot be read or is no result.",
+    )  # fmt: skip
     parser.add_argument(
         "result", type=Path, metavar="RESULT.json", help="of `bench kernels` or `bench serve`"
     )

@@ -40,7 +40,11 @@ class Prepared:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of ``tilewise bench kernels``."""
-    parser = argparse.ArgumentParser(prog="tilewise bench kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tilewise bench kernels", description=__doc__,
+        epilog="Exit codes: 0; 1 if a result failed the correctness gate; 2 for a wrong command "
+        "line or no GPU; 3 if the GPU stopped working.",
+    )  # fmt: skip
     parser.add_argument(
         "--cases", nargs="*", default=["all"], metavar="PATTERN",
         help=f"names, globs or groups ({', '.join(GROUPS)}); a leading - takes out (--cases=-fp8)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench.cases import CASES
-from tilewise.marked import not_there, replace_between, write_or_check
+from tilewise.marked import not_there, page_parser, replace_between, write_or_check
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HEADINGS = {
@@ -206,17 +205,14 @@ def replace_section(text: str, body: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the section; with ``--check`` only say whether it is up to date (exit 1 if not)."""
-    parser = argparse.ArgumentParser(prog="tilewise bench publish", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--readme", type=Path, default=Path("README.md"))
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    parser = page_parser("tilewise bench publish", __doc__, "--readme", Path("README.md"))
     args = parser.parse_args(argv)
-    if absent := not_there(args.readme, args.results):
+    if absent := not_there(args.page, args.results):
         print(absent, file=sys.stderr)
         return 2
-    text = args.readme.read_text(encoding="utf-8")
+    text = args.page.read_text(encoding="utf-8")
     new = replace_section(text, section(args.results))
-    return write_or_check(args.readme, text, new, str(args.results), args.check)
+    return write_or_check(args.page, text, new, str(args.results), args.check, args.json)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
         description="Compile the kernels that the policy would launch, for a GPU that need not be "
         "there, and say what they take: registers of a thread, bytes spilt, shared memory, and how "
         "many programs fit on an SM.",
-        epilog="exit status: 0, or 1 if a variant cannot be compiled, 2 for wrong usage",
+        epilog="Exit codes: 0; 1 if a variant cannot be compiled; 2 for a wrong command line.",
     )
     p.add_argument(
         "--arch", nargs="+", type=_arch, default=[90], metavar="sm_NN",

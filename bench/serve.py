@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -192,13 +193,26 @@ class Session:
             for backend in dict.fromkeys(turn.backend for turn in turns)
         }
 
-    def print_commands(self) -> None:
+    def print_commands(self, as_json: bool) -> None:
         """Print what would be started; MODEL and FOLDER are what the command makes."""
-        for turns in self.groups:
-            for job in self.jobs(turns, "", dry=True).values():
-                print(job.server_line())
-                for _, arguments in job.client_commands():
-                    print("  ", shlex.join([*workloads.VLLM_CLI, *arguments]))
+        found = [
+            {
+                "server": job.server_line(),
+                "clients": [
+                    shlex.join([*workloads.VLLM_CLI, *arguments])
+                    for _, arguments in job.client_commands()
+                ],
+            }
+            for turns in self.groups
+            for job in self.jobs(turns, "", dry=True).values()
+        ]
+        if as_json:
+            print(json.dumps(found, indent=1))
+            return
+        for one in found:
+            print(one["server"])
+            for client in one["clients"]:
+                print("  ", client)
 
     def run(self, env: dict[str, Any], monitor: GpuMonitor) -> None:
         """Do all turns; whatever was measured is on disk when this returns or raises."""
@@ -313,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_USAGE
         folder.mkdir(parents=True, exist_ok=True)
         if args.dry_run:
-            session.print_commands()
+            session.print_commands(args.json)
             return EXIT_OK
         answer = sys.stdout
         # With --json, standard output is the result alone.

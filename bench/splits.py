@@ -32,7 +32,7 @@ FIELDS = (
 PAGE_SIZE = 64
 CLOCKED_LAUNCHES = 21
 GRACE_SECONDS = 240.0
-_CODES = "Exit status: 0; 1 if a result failed the gate; 2 for a wrong command line or no GPU."
+_CODES = "Exit codes: 0; 1 if a result failed the gate; 2 for a wrong command line or no GPU."
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ matmul. Our errors stand below beside FA3's, without a target.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,7 +20,7 @@ from tilewise.bench import host
 from tilewise.bench.cases import CASES
 from tilewise.bench.summary import serve_summary
 from tilewise.bench.target_errors import errors_section
-from tilewise.marked import not_there, replace_between, write_or_check
+from tilewise.marked import not_there, page_parser, replace_between, write_or_check
 
 BEGIN, END = "<!-- targets:begin -->", "<!-- targets:end -->"
 BY_NAME = {case.name: case for case in CASES}
@@ -395,17 +394,14 @@ def section(folder: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the page's section; with ``--check`` only say whether it is up to date (else 1)."""
-    parser = argparse.ArgumentParser(prog="tilewise bench targets", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--doc", type=Path, default=Path("docs/targets.md"))
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    parser = page_parser("tilewise bench targets", __doc__, "--doc", Path("docs/targets.md"))
     args = parser.parse_args(argv)
-    if absent := not_there(args.doc, args.results):
+    if absent := not_there(args.page, args.results):
         print(absent, file=sys.stderr)
         return 2
-    text = args.doc.read_text(encoding="utf-8")
+    text = args.page.read_text(encoding="utf-8")
     new = replace_between(text, BEGIN, END, section(args.results))
-    return write_or_check(args.doc, text, new, str(args.results), args.check)
+    return write_or_check(args.page, text, new, str(args.results), args.check, args.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tilewise.geometry import Device, Tiles
 EXIT_OK, EXIT_GATE, EXIT_USAGE = 0, 1, 2
 FIELDS = ("subject", "case", "tiles", "median_us", "spread_us", "gain", "taken", "gate")
 _CODES = (
-    "Exit status: 0; 1 if a candidate gave wrong results (it is not taken); 2 for a wrong command "
+    "Exit codes: 0; 1 if a candidate gave wrong results (it is not taken); 2 for a wrong command "
     "line or no GPU."
 )
 
@@ -42,9 +42,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kernels", nargs="+", default=list(tuned.KERNELS), help="(default: %(default)s)"
     )
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], metavar="D")
-    parser.add_argument("--page-sizes", nargs="+", type=int, default=[64, 16], metavar="TOKENS")
-    parser.add_argument("--kv-dtypes", nargs="+", default=["bf16"], metavar="DTYPE")
+    default = "(default: %(default)s)"
+    parser.add_argument(
+        "--head-dims", nargs="+", type=int, default=[64, 128, 256], metavar="D", help=default
+    )
+    parser.add_argument(
+        "--page-sizes", nargs="+", type=int, default=[64, 16], metavar="TOKENS", help=default
+    )
+    parser.add_argument(
+        "--kv-dtypes", nargs="+", default=["bf16"], metavar="DTYPE", help=f"of caches {default}"
+    )
     parser.add_argument(
         "--table", type=Path, default=tuned.PATH, metavar="FILE.json",
         help="table to change (default: the one of this checkout)",

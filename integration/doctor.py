@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tilewise doctor",
         description="Say what tilewise would do here: versions, GPU, registration in vLLM, "
         "settings, and for a model who computes each of its layers.",
-        epilog="exit status: 0 nothing fatal, 1 something fatal, 2 wrong usage",
+        epilog="Exit codes: 0; 1 if something is fatal; 2 for a wrong command line.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",

@@ -276,4 +276,4 @@ def test_the_command_itself(tmp_path):
     assert printed["model"]["kinds"][0]["backend"] == "TILEWISE"
     helped = subprocess.run([*command[:4], "--help"], env=env, capture_output=True, text=True)
     assert helped.returncode == 0
-    assert "exit status: 0 nothing fatal, 1 something fatal, 2 wrong usage" in helped.stdout
+    assert "Exit codes: 0; 1 if something is fatal; 2 for a wrong command line." in helped.stdout

@@ -195,4 +195,4 @@ def test_a_table_with_features_and_what_cannot_be():
 def test_help():
     done = run("--help")
     assert done.returncode == 0
-    assert "exit status: 0, or 1 if a variant cannot be compiled, 2 for wrong usage" in done.stdout
+    assert "Exit codes: 0; 1 if a variant cannot be compiled; 2 for a wrong" in done.stdout

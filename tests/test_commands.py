@@ -1,0 +1,53 @@
+"""All commands of ``tilewise`` alike: help, --json and exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tilewise import cli, marked
+
+COMMANDS = [["doctor"], ["tune"], *(["bench", name] for name in cli._BENCHES)]
+
+
+def run(*words):
+    command = [sys.executable, "-m", "tilewise.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_has_what_a_script_needs(words):
+    done = run(*words, "--help")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "--json" in text
+    assert re.search(r"Exit codes: 0; (1 .*; )?2 for a ", text), text
+    # An option's help follows its name, on its line or indented on the next.
+    shown = done.stdout.partition("options:")[2]
+    options = re.findall(r"^  (-\S.*?)(?:\n {20,}(\S)| {2,}(\S)|$)", shown, re.M)
+    assert options
+    assert [name for name, below, beside in options if not below and not beside] == []
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["write", "check"])
+def test_pages_tell_scripts_what_became_of_them(tmp_path, capsys, check):
+    page = tmp_path / "page.md"
+    page.write_text("old")
+    code = marked.write_or_check(page, "old", "new", "results", check, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"page": str(page), "source": "results", "stale": True, "written": not check}
+    assert (code, page.read_text()) == ((1, "old") if check else (0, "new"))
+
+
+def test_a_dry_run_of_servers_as_json():
+    done = run(
+        "bench", "serve", "--dry-run", "--json", "--backends", "TILEWISE,FLASH_ATTN",
+        "--workloads", "s_1k_128_c64", "--runs", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    jobs = json.loads(done.stdout)
+    assert [len(job["clients"]) > 0 for job in jobs] == [True, True]
+    assert "--attention-backend TILEWISE" in jobs[0]["server"]
+    assert "--attention-backend FLASH_ATTN" in jobs[1]["server"]

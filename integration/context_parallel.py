@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tilewise import counters
 from tilewise.attention import PagedAttention, Plan
 from tilewise.errors import UnsupportedConfig
 from tilewise.kernels.shards import shard_lengths
@@ -221,6 +222,7 @@ class ShardedAttention:
                 lengths, query_start_loc, seq_lens, count=dealt.count, rank=dealt.rank,
                 interleave=dealt.interleave, with_new=single,
             )  # fmt: skip
+            counters.add("launches", kernel="shard_lengths")
         bounds: dict[str, Any] = {
             "num_tokens": num_tokens, "max_query_len": max_query_len, "has_decode": has_decode,
         }  # fmt: skip

@@ -274,7 +274,7 @@ def _planned(
     gluon = "hopper_prefill_kv8" if geometry.kv_element_size == 1 else "hopper_prefill"
     gluon = "hopper_prefill_fp8" if fp8 else gluon
     kernels.append(gluon if hopper else "prefill")
-    kernels += ["prefix_find", "prefix_decode"] if shared else []
+    kernels += ["prefix_keys", "prefix_groups", "prefix_decode"] if shared else []
     kernels += ["decode"] if few is None else ["hopper_decode", "decode"]
     most = config.num_sms // geometry.num_kv_heads
     if shared and server.shared_prefixes == "always":

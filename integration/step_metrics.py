@@ -30,8 +30,9 @@ SAMPLE_REQUESTS = 16
 GRAPH_MODES = ("full", "piecewise", "none", "capture")
 PATHS = ("decode", "prefill", "mixed")
 KERNELS = (
-    "plan", "prefix_find", "prefill", "hopper_prefill", "hopper_prefill_kv8",
-    "hopper_prefill_fp8", "decode", "hopper_decode", "prefix_decode", "cache_write",
+    "plan", "prefix_keys", "prefix_groups", "shard_lengths", "mask_starts", "tree_words",
+    "prefill", "hopper_prefill", "hopper_prefill_kv8", "hopper_prefill_fp8",
+    "decode", "hopper_decode", "prefix_decode", "cache_write",
 )  # fmt: skip
 PHASES = ("warmup", "serving")
 # Methods of vLLM's workers that run before anything is served.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise import counters
 from tilewise.errors import PlanMismatch
 from tilewise.kernels.masks import TREE_TOKENS, KeyMask, find_mask_starts, find_tree_words
 
@@ -163,6 +164,7 @@ class MaskBuffers:
                 self._starts, query_start_loc, seq_lens, values.numel(), num_reqs,
                 kv_starts=kv_starts, block=rows * columns,
             )  # fmt: skip
+            counters.add("launches", kernel="mask_starts")
             return KeyMask("blocks", values.view(torch.uint8), self._starts, rows)
         self._check_custom(values)
         packed = values.dtype == torch.uint8
@@ -170,6 +172,7 @@ class MaskBuffers:
         find_mask_starts(
             self._starts, query_start_loc, seq_lens, elements, num_reqs, packed=packed
         )  # fmt: skip
+        counters.add("launches", kernel="mask_starts")
         return KeyMask("bits" if packed else "bytes", values.view(torch.uint8), self._starts)
 
     def _check_custom(self, values: torch.Tensor) -> None:
@@ -215,6 +218,7 @@ class MaskBuffers:
         if num_reqs:
             seen = None if visible is None else visible.view(torch.uint8)
             find_tree_words(self._words, query_start_loc, num_reqs, parents=parents, visible=seen)
+            counters.add("launches", kernel="tree_words")
         return KeyMask("tree", self._words)
 
 

@@ -15,10 +15,11 @@ LABELS = {
     "rank": "number of the worker within its engine, on every metric",
     "path": "`decode`: every request of the step brings at most 16 new tokens; `prefill`: every "
     "one brings more; `mixed`: both may be there",
-    "kernel": "`plan` and `prefix_find` (once a step); `prefill` or, in Gluon, `hopper_prefill`, "
-    "over an fp8 cache `hopper_prefill_kv8` or, with fp8 products, `hopper_prefill_fp8`, `decode` "
-    "or, in Gluon, `hopper_decode`, or, where requests may share pages, `prefix_decode`, "
-    "`cache_write` (once a layer)",
+    "kernel": "once a step `plan`, and before it `prefix_keys` and `prefix_groups` where requests "
+    "may share pages, `shard_lengths` where ranks share keys, `mask_starts` or `tree_words` where "
+    "a batch has a mask; once a layer `prefill` or, in Gluon, `hopper_prefill`, over an fp8 cache "
+    "`hopper_prefill_kv8` or, with fp8 products, `hopper_prefill_fp8`, `decode` or, in Gluon, "
+    "`hopper_decode`, or, where requests may share pages, `prefix_decode`, and `cache_write`",
     "reason": "the feature that tilewise does not compute",
     "target": "the backend of vLLM that computes the layer",
     "mode": "`full`, `piecewise`, `none`, and `capture` while graphs are made",

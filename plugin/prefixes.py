@@ -16,8 +16,6 @@ from tilewise.kernels.prefix_find import (
 )
 from tilewise.policy import Config
 
-_PREFIX_FIND = counters.cell("launches", kernel="prefix_find")
-
 
 class SharedPrefixes:
     """Persistent buffers of a ``PagedAttention`` whose requests may share pages.
@@ -96,7 +94,8 @@ class SharedPrefixes:
             page_size=geometry.page_size, decode_block_m=cfg.decode.block_m,
             max_query_len=self._tiles.max_query_len, min_pages=self._tiles.min_pages,
         )  # fmt: skip
-        _PREFIX_FIND.n += 1
+        counters.add("launches", kernel="prefix_keys")
+        counters.add("launches", kernel="prefix_groups")
         return {
             "shared": (
                 self.found, self.common, self.members, self.groups, self.slots, self.shared_header,

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def collect_all() -> Iterator[Any]:
 def _sweep(folder: Path, *patterns: str) -> None:
     """Remove what servers left in a folder that outlives them, or it grows with every restart."""
     oldest = time.time() - ABANDONED_SECONDS
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+    for path in _files(folder, *patterns):
         with contextlib.suppress(OSError):  # another server removed it, or may not write here
             if path.stem.isdigit() and path.stat().st_mtime < oldest:
                 path.unlink()
@@ -104,9 +105,18 @@ def _sweep_native(folder: Path) -> None:
     A server that lives writes its own anew within a second. Counters stay, and add up.
     """
     _sweep(folder, "*.part")
-    for path in folder.glob(GAUGE_FILES):
+    for path in _files(folder, GAUGE_FILES):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    """Files of a folder by their names; none if the name is one of no folder."""
+    try:
+        found = os.listdir(folder)
+    except OSError:  # not there yet, or too long a name, of which Path.glob would raise
+        return []
+    return [folder / name for name in found if any(fnmatchcase(name, x) for x in patterns)]
 
 
 def _since() -> float:
@@ -239,7 +249,7 @@ class FolderCollector:
         """
         folder, since = os.environ.get(FOLDER_VARIABLE), _since()
         newest: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {}
-        for path in Path(folder).glob("*.json") if folder else ():
+        for path in _files(Path(folder), "*.json") if folder else ():
             try:
                 written = path.stat().st_mtime
                 if written < since:

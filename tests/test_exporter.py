@@ -204,6 +204,22 @@ def test_a_folder_does_not_grow_with_every_restart(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["9.json", "theirs.json"]
 
 
+@pytest.mark.parametrize(
+    "folder",
+    ["maybe", "-1", "/proc/no/such", "/dev/null", "\udcff\udcfe", "x" * 5000, "x/" * 3000],
+    ids=lambda text: ascii(text[:12]),
+)
+def test_text_that_names_no_folder_costs_the_values_only(folder, tmp_path):
+    environ = {exporter.FOLDER_VARIABLE: folder}
+    worker = run(WORKER, "0", "5", **environ)
+    assert worker.stderr.count("metrics cannot be written") == 1
+    # The first process of a server also looks for what others left there.
+    first = READER.replace("import os", "import os; os.environ.pop('_TILEWISE_METRICS_SINCE')", 1)
+    reader = run(first, **environ)
+    assert samples(reader.stdout) == {}
+    assert "python_info" in reader.stdout
+
+
 @pytest.mark.parametrize("since", ["soon", "", "nan"])
 def test_a_start_that_cannot_be_read_hides_nothing(tmp_path, since):
     environ = {exporter.FOLDER_VARIABLE: str(tmp_path), exporter.SINCE_VARIABLE: since}

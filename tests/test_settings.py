@@ -102,3 +102,32 @@ def test_nobody_else_reads_our_variables():
             if re.search(r"(environ|getenv)\W+(get\W+)?TILEWISE_", path.read_text()):
                 readers.add(path.name)
     assert readers <= {"settings.py"}
+
+
+# Text of the wrong kind, a number out of range, what is no UTF-8, two values, far too much.
+GARBAGE = ["maybe", "-1", "99999999999999999999", "\udcff\udcfe", "1;0", "x" * 100_000]
+ACCEPTED = {
+    "TILEWISE_ANY_VLLM": "use 1, true, 0 or false",
+    "TILEWISE_CPU_PLATFORM": "use 1, true, 0 or false",
+    "TILEWISE_FALLBACK": "use auto or error",
+    "TILEWISE_FP8_ATTENTION": "use off, fp8 or rotated",
+    "TILEWISE_METRICS_PORT": "use off, a port from 1 to 65535 (on 127.0.0.1), or HOST:PORT",
+    "TILEWISE_SELF_CHECK": "use 1, true, 0 or false",
+    "TILEWISE_SHARED_PREFIXES": "use off, on or always",
+}
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=lambda text: ascii(text[:12]))
+@pytest.mark.parametrize("name", sorted(settings.defaults()))
+def test_garbage_in_every_variable_is_answered(name, text):
+    if name == "TILEWISE_METRICS_DIR":  # any text names a folder; the exporter says what is wrong
+        assert load_settings({name: text}).metrics_dir == text
+        assert settings.problems({name: text}) == {}
+        return
+    with pytest.raises(UnsupportedConfig) as caught:
+        load_settings({name: text})
+    said = str(caught.value)
+    assert said.startswith(f"{name}={text!r} is not a ")
+    assert said.endswith(ACCEPTED[name])
+    # What `tilewise doctor` shows instead of stopping.
+    assert settings.problems({name: text, "TILEWISE_FALLBAK": "1"})[name] == said

@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import prometheus_server
+import psutil
 import pytest
 import torch
 from agreement import compare, greedy_reference
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_model import TinyLlama
 
-from tilewise import exporter, side_port
-from tilewise.counters import METRICS
+from tilewise import exporter, plan_rule, policy, side_port
+from tilewise.integration.step_metrics import KERNELS
+from tilewise.workspace import workspace_bytes
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +35,15 @@ START_TIMEOUT = 300
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 PROMPTS = [[1, 5, 6, 7], [1, *range(40, 130)]]
 NUM_TOKENS = 8
-BENCH_PROMPTS = 4
+BENCH_PROMPTS, BENCH_TOKENS = 4, 4
+# Asked for at once, so that they share steps; each fits into a step beside the other.
+PAIR = [[1, *range(200, 229)], [1, *range(300, 324)]]
+LAYERS, MAX_REQS, MAX_TOKENS = 2, 4, 64
+# Of the layers, in pages of 64 tokens and fp32.
+CONFIG = policy.choose(policy.Geometry(4, 2, 64, 64, 4, 4), policy.INTERPRETER)
+WORKSPACE = workspace_bytes(CONFIG, MAX_REQS, MAX_TOKENS)
+# What tests/fallback_worker.py builds.
+FALLBACKS = {("chunk_lookback", "TRITON_ATTN"): 2, ("rswa", "TRITON_ATTN"): 1}
 
 
 @dataclass
@@ -56,6 +66,7 @@ class Served:
     log: str
     metrics_at_start: str
     metrics_before_bench: str
+    metrics_before_pair: str
     side_metrics: str
     watched: Watched | None
 
@@ -107,9 +118,11 @@ def run_bench(url: str, model: Path, folder: Path) -> dict:
     command = [
         *VLLM, "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "tiny",
         "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", "24",
-        "--random-output-len", "4", "--num-prompts", str(BENCH_PROMPTS), "--max-concurrency", "2",
-        "--ignore-eos", "--temperature", "0", "--save-result", "--result-dir", str(folder),
-        "--result-filename", "bench.json",
+        "--random-output-len", str(BENCH_TOKENS), "--num-prompts", str(BENCH_PROMPTS),
+        # One after the other, so that every step of the server is known.
+        "--max-concurrency", "1",
+        "--ignore-eos", "--temperature", "0", "--save-result", "--save-detailed",
+        "--result-dir", str(folder), "--result-filename", "bench.json",
     ]  # fmt: skip
     done = subprocess.run(
         command, env=engine_environment(), capture_output=True, text=True, timeout=300, check=False
@@ -127,7 +140,8 @@ def serve_command(model: Path, port: int, *options: str) -> list[str]:
     return [
         *VLLM, "serve", str(model), "--served-model-name", "tiny",
         "--attention-backend", "TILEWISE", "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+        "--max-model-len", "256", "--max-num-seqs", str(MAX_REQS),
+        "--max-num-batched-tokens", str(MAX_TOKENS),
         "--kv-cache-memory-bytes", str(32 << 20), "--host", "127.0.0.1", "--port", str(port),
         *options,
     ]  # fmt: skip
@@ -145,8 +159,11 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     prometheus = None
+    # Imports while the server does.
+    foreign = start_fallback_worker(model)
     try:
         wait_until_up(url, server, log)
+        join_server(foreign, server, f"{url}/metrics")
         if prometheus_server.BINARY is not None:
             prometheus = prometheus_server.Prometheus(folder, port)
             # `rate` needs a sample from before the traffic.
@@ -164,6 +181,8 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
         chat_answer = json.loads(fetch(f"{url}/v1/chat/completions", chat))
         before_bench = settled_metrics(f"{url}/metrics")
         bench = run_bench(url, model, folder)
+        before_pair = settled_metrics(f"{url}/metrics")
+        fetch(f"{url}/v1/completions", {**asked, "prompt": PAIR})
         metrics = settled_metrics(f"{url}/metrics")
         side_metrics = fetch(f"http://127.0.0.1:{side}/metrics")
         watched = None
@@ -171,18 +190,48 @@ def served(model, tmp_path_factory) -> Iterator[Served]:
             steps = metric(metrics, "tilewise_steps_total")
             prometheus.wait_for("tilewise_steps_total", steps)
             watched = Watched(prometheus, time.time())
+        foreign.communicate(timeout=60)
+        assert foreign.returncode == 0
         server.send_signal(signal.SIGTERM)
         exit_code = server.wait(timeout=60)
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+        for process in (foreign, server):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
     yield Served(
         completions, chat_answer, bench, metrics, exit_code, log.read_text(), at_start,
-        before_bench, side_metrics, watched,
+        before_bench, before_pair, side_metrics, watched,
     )  # fmt: skip
     if prometheus is not None:
         prometheus.stop()
+
+
+def start_fallback_worker(model: Path) -> subprocess.Popen:
+    """A worker with layers of another backend; it joins a server when it is told which."""
+    environ = engine_environment()
+    # In it vLLM has to believe in a GPU.
+    for name in ("TILEWISE_CPU_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
+        del environ[name]
+    script = Path(__file__).with_name("fallback_worker.py")
+    return subprocess.Popen(
+        [sys.executable, str(script), str(model)], env=environ, stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def join_server(worker: subprocess.Popen, server: subprocess.Popen, url: str) -> None:
+    """Give a worker what the server's own inherit, and wait until its metrics are there."""
+    names = (exporter.FOLDER_VARIABLE, exporter.SINCE_VARIABLE)
+    children = psutil.Process(server.pid).children(recursive=True)
+    inherited = next(e for e in (c.environ() for c in children) if all(n in e for n in names))
+    worker.stdin.write(json.dumps({name: inherited[name] for name in names}) + "\n")
+    worker.stdin.flush()
+    deadline = time.monotonic() + 120
+    while "tilewise_fallback_layers_total{" not in fetch(url):
+        assert worker.poll() is None, "the worker with foreign layers ended"
+        assert time.monotonic() < deadline, "no metrics of the worker with foreign layers"
+        time.sleep(0.2)
 
 
 def settled_metrics(url: str) -> str:
@@ -211,6 +260,7 @@ def metric(text: str, name: str, label: str = "") -> float:
 def test_log_names_our_backend(served):
     assert "tilewise attends in 2 layers: 4 query and 2 KV heads of size 64" in served.log
     assert "pages of 64 tokens" in served.log
+    assert f"{WORKSPACE / 2**20:.1f} MiB of workspace" in served.log
 
 
 def test_completions_equal_hugging_face(served, model):
@@ -241,20 +291,28 @@ def test_metrics_are_up(served):
 def test_metrics_show_what_tilewise_ran(served):
     """A worker's counters reach the API server's /metrics with no flag set."""
     steps = metric(served.metrics, "tilewise_steps_total")
-    assert steps > 0
-    launches = {
-        kernel: metric(served.metrics, "tilewise_kernel_launches_total", f'kernel="{kernel}"')
-        for kernel in ("plan", "prefill", "decode", "cache_write")
+    paths = {
+        path: metric(served.metrics, "tilewise_steps_total", f'path="{path}"')
+        for path in ("decode", "prefill", "mixed")
     }
-    assert launches["plan"] == steps
-    # Two layers; no graphs on the CPU, so every layer of every step is launched from Python.
-    assert launches["cache_write"] == 2 * steps
-    assert 0 < launches["prefill"] <= 2 * steps
-    assert 0 < launches["decode"] <= 2 * steps
-    assert metric(served.metrics, "tilewise_build_seconds_count") == steps
-    assert metric(served.metrics, "tilewise_workspace_bytes") > 0
-    tokens = metric(served.metrics, "tilewise_tokens_total")
-    assert tokens >= metric(served.metrics, "vllm:generation_tokens_total")
+    # No graphs on the CPU, so every layer of every step is launched from Python.
+    expected = dict.fromkeys(KERNELS, 0) | {
+        "plan": steps,
+        "cache_write": LAYERS * steps,
+        "prefill": LAYERS * (paths["prefill"] + paths["mixed"]),
+        "decode": LAYERS * (paths["decode"] + paths["mixed"]),
+    }
+    found = {
+        kernel: metric(served.metrics, "tilewise_kernel_launches_total", f'kernel="{kernel}"')
+        for kernel in KERNELS
+    }
+    assert found == expected
+    assert metric(served.metrics, "tilewise_kernel_launches_total") == sum(expected.values())
+    assert metric(served.metrics, "tilewise_build_seconds_count", 'engine="0"') == steps
+    assert metric(served.metrics, "tilewise_workspace_bytes") == WORKSPACE
+    # Both layers are of one geometry.
+    assert metric(served.metrics, "tilewise_self_checks_total") == 1
+    assert metric(served.metrics, "tilewise_self_checks_total", 'result="passed"') == 1
 
 
 def moved(before: str, after: str, name: str, label: str = "") -> float:
@@ -266,52 +324,136 @@ def total(text: str, name: str, label: str = "") -> float:
     return metric(text, name, label) if f"{name}{{" in text and label in text else 0.0
 
 
+@dataclass
+class Expected:
+    """What requests that run one after the other add to the counters."""
+
+    decodes: int
+    prefills: int
+    tokens: int
+    kv_splits: list[int]
+
+
+def expect(lengths: list[int], answers: list[int], decodes_before: float) -> Expected:
+    """Every step of requests of these prompts and answers, after so many steps with decodes."""
+    expected = Expected(0, 0, 0, [])
+    for length, answer in zip(lengths, answers, strict=True):
+        # Chunks of the prompt, then a token at a time; the last one is never fed back.
+        ends = [*range(MAX_TOKENS, length, MAX_TOKENS), *range(length, length + answer)]
+        for end, start in zip(ends, [0, *ends], strict=False):
+            expected.tokens += end - start
+            # Up to 16 tokens take the decode kernel.
+            if end - start > policy.DECODE_MAX_QUERY_LEN:
+                expected.prefills += 1
+                continue
+            expected.decodes += 1
+            if is_sampled(int(decodes_before) + expected.decodes):
+                plan = plan_rule.plan_batch([end - start], [end], CONFIG)
+                splits = plan_rule.kv_splits(plan, 0, end - start, CONFIG)
+                expected.kv_splits.append(max(splits))
+    return expected
+
+
+def is_sampled(step: int) -> bool:
+    """Whether splits are estimated in this one of the steps with decodes."""
+    return step in (1, 2, 4, 8, 16, 32, 64, 128) or step % 256 == 0
+
+
+def steps_with_decodes(text: str) -> float:
+    return sum(metric(text, "tilewise_steps_total", f'path="{p}"') for p in ("decode", "mixed"))
+
+
+def check_moves(before: str, after: str, expected: Expected) -> None:
+    """Every counter of ours that steps move, moved by exactly what was computed."""
+
+    def grew(name: str, label: str = "") -> float:
+        return moved(before, after, f"tilewise_{name}", label)
+
+    steps = expected.decodes + expected.prefills
+    assert grew("steps_total", 'path="decode"') == expected.decodes
+    assert grew("steps_total", 'path="prefill"') == expected.prefills
+    assert grew("steps_total") == steps
+    assert grew("tokens_total") == expected.tokens
+    check_launches(before, after, steps, expected.decodes, expected.prefills)
+    assert grew("build_seconds_count") == steps
+    assert grew("kv_splits_count") == len(expected.kv_splits)
+    assert grew("kv_splits_sum") == sum(expected.kv_splits)
+    # No graphs here; a server's newest step is counted when there is a next one.
+    ran = steps - (metric(before, "tilewise_steps_total") == 0)
+    assert grew("graph_steps_total", 'mode="none"') == grew("graph_steps_total") == ran
+    for still in ("fallback_layers_total", "kernel_compilations_total", "self_checks_total",
+                  "build_info", "workspace_bytes"):  # fmt: skip
+        assert grew(still) == 0, still
+
+
+def check_launches(
+    before: str, after: str, steps: float, with_decodes: float, with_prefills: float
+) -> None:
+    expected = dict.fromkeys(KERNELS, 0) | {
+        "plan": steps, "cache_write": LAYERS * steps,
+        "decode": LAYERS * with_decodes, "prefill": LAYERS * with_prefills,
+    }  # fmt: skip
+    name = "tilewise_kernel_launches_total"
+    assert {k: moved(before, after, name, f'kernel="{k}"') for k in KERNELS} == expected
+
+
 def test_counters_move_as_the_requests_say(served):
     """Three requests, one after the other: every step, token and launch is known."""
     before, after = served.metrics_at_start, served.metrics_before_bench
     lengths = [*map(len, PROMPTS), served.chat["usage"]["prompt_tokens"]]
-    # Chunks of at most 64 tokens; those of up to 16 take the decode kernel, like every later token.
-    chunks = [min(64, n - start) for n in lengths for start in range(0, n, 64)]
-    decodes = sum(n <= 16 for n in chunks) + len(lengths) * (NUM_TOKENS - 1)
-    prefills = sum(n > 16 for n in chunks)
-    assert prefills > 0
-
-    def grew(name: str, label: str = "") -> float:
-        return moved(before, after, f"tilewise_{name}_total", label)
-
-    assert grew("steps", 'path="decode"') == decodes
-    # An engine's first prefill may launch the decode kernel too, to have it compiled.
-    mixed = grew("steps", 'path="mixed"')
-    assert mixed <= 1
-    assert grew("steps", 'path="prefill"') + mixed == prefills
-    assert grew("steps") == decodes + prefills
-    # The last token of a request is never fed back.
-    assert grew("tokens") == sum(lengths) + len(lengths) * (NUM_TOKENS - 1)
-    assert grew("kernel_launches", 'kernel="plan"') == decodes + prefills
-    assert grew("kernel_launches", 'kernel="cache_write"') == 2 * (decodes + prefills)
-    assert grew("kernel_launches", 'kernel="decode"') == 2 * (decodes + mixed)
-    assert grew("kernel_launches", 'kernel="prefill"') == 2 * prefills
-    # No graphs here; the newest step is counted when there is a next one.
-    steps = metric(after, "tilewise_steps_total")
-    assert metric(after, "tilewise_graph_steps_total", 'mode="none"') == steps - 1
-    assert metric(after, "tilewise_graph_steps_total") == steps - 1
-    assert moved(before, after, "tilewise_build_seconds_count") == decodes + prefills
+    expected = expect(lengths, [NUM_TOKENS] * len(lengths), steps_with_decodes(before))
+    assert expected.prefills > 0
+    assert expected.kv_splits
+    check_moves(before, after, expected)
 
 
 def test_counters_move_as_the_bench_says(served):
-    """Requests side by side: how they share steps is the scheduler's, their tokens are not."""
-    before, after = served.metrics_before_bench, served.metrics
+    before, after = served.metrics_before_bench, served.metrics_before_pair
+    lengths, answers = served.bench["input_lens"], served.bench["output_lens"]
+    assert len(lengths) == BENCH_PROMPTS
+    assert answers == [BENCH_TOKENS] * BENCH_PROMPTS
     requests = moved(before, after, "vllm:request_success_total")
-    # Some versions of the bench send one more, to see that the server answers.
-    assert requests in (BENCH_PROMPTS, BENCH_PROMPTS + 1)
-    prompt = moved(before, after, "vllm:prompt_tokens_total")
-    answer = moved(before, after, "vllm:generation_tokens_total")
-    cached = moved(before, after, "vllm:prefix_cache_hits_total")
-    assert moved(before, after, "tilewise_tokens_total") == prompt - cached + answer - requests
-    steps = moved(before, after, "tilewise_steps_total")
-    # Not fewer than a lonely request takes, not more than all of them one after the other.
-    assert 4 * BENCH_PROMPTS / 2 <= steps <= answer + requests
-    assert moved(before, after, "tilewise_kernel_launches_total", 'kernel="plan"') == steps
+    if requests > BENCH_PROMPTS:
+        # Some versions of the bench send the first one once before, to see that there is a server.
+        lengths, answers = [lengths[0], *lengths], [answers[0], *answers]
+    assert requests == len(lengths)
+    assert moved(before, after, "vllm:prompt_tokens_total") == sum(lengths)
+    assert moved(before, after, "vllm:prefix_cache_hits_total") == 0, "prompts of less than a page"
+    expected = expect(lengths, answers, steps_with_decodes(before))
+    assert expected.kv_splits, "choose a number of prompts whose steps are sampled"
+    check_moves(before, after, expected)
+
+
+def test_counters_move_as_shared_steps_say(served):
+    """Two prompts at once: how they share steps is the scheduler's, and vLLM counts these too."""
+    before, after = served.metrics_before_pair, served.metrics
+    iterations = "vllm:iteration_tokens_total"
+    steps = moved(before, after, f"{iterations}_count")
+    # A step of decodes alone has a token or two, one with a prompt more than 16.
+    decodes = moved(before, after, f"{iterations}_bucket", 'le="16.0"')
+    mixed = moved(before, after, "tilewise_steps_total", 'path="mixed"')
+    assert NUM_TOKENS <= steps < 2 * NUM_TOKENS, "they share steps"
+    assert moved(before, after, "tilewise_steps_total") == steps
+    assert moved(before, after, "tilewise_steps_total", 'path="decode"') == decodes
+    check_launches(before, after, steps, decodes + mixed, steps - decodes)
+    fed = sum(map(len, PAIR)) + len(PAIR) * (NUM_TOKENS - 1)
+    assert moved(before, after, "tilewise_tokens_total") == fed
+    assert moved(before, after, "tilewise_build_seconds_count") == steps
+    numbers = range(int(steps_with_decodes(before)), int(steps_with_decodes(after)))
+    sampled = sum(is_sampled(n + 1) for n in numbers)
+    assert sampled <= moved(before, after, "tilewise_kv_splits_count") <= len(PAIR) * sampled
+
+
+def test_layers_of_other_backends_are_told_apart(served):
+    found = {
+        key: metric(
+            served.metrics, "tilewise_fallback_layers_total",
+            f'engine="1",rank="0",reason="{key[0]}",target="{key[1]}"',
+        )
+        for key in FALLBACKS
+    }  # fmt: skip
+    assert found == FALLBACKS
+    assert metric(served.metrics, "tilewise_fallback_layers_total") == sum(FALLBACKS.values())
 
 
 def test_the_side_port_shows_the_same(served):
@@ -325,7 +467,6 @@ def test_the_server_says_what_it_is(served):
     assert f'torch="{torch.__version__}"' in line
     # The interpreter compiles nothing.
     assert metric(served.metrics, "tilewise_kernel_compilations_total") == 0
-    assert metric(served.metrics, "tilewise_kv_splits_count") > 0
 
 
 needs_prometheus = pytest.mark.skipif(
@@ -356,14 +497,7 @@ DASHBOARD = json.loads(
     (Path(__file__).resolve().parent.parent / "docs/monitoring/grafana.json").read_text()
 )
 TARGETS = [
-    pytest.param(
-        target["expr"],
-        id=f"{panel['title']} {target['refId']}",
-        marks=pytest.mark.skipif(
-            "self_check" in target["expr"] and "self_checks" not in METRICS,
-            reason="no self-check is counted here",
-        ),
-    )
+    pytest.param(target["expr"], id=f"{panel['title']} {target['refId']}")
     for panel in DASHBOARD["panels"]
     for target in panel["targets"]
 ]
@@ -380,9 +514,26 @@ def filled_in(expression: str) -> str:
 @needs_prometheus
 @pytest.mark.parametrize("expression", TARGETS)
 def test_every_panel_has_data(served, expression):
-    found = served.watched.prometheus.query(filled_in(expression), served.watched.at)
+    # What a panel shows in place of data is none.
+    expression = filled_in(expression).removesuffix(" or on() vector(0)")
+    found = served.watched.prometheus.query(expression, served.watched.at)
     assert found
     assert not [labels for labels, value in found if math.isnan(value)]
+
+
+@needs_prometheus
+def test_the_panel_of_fallbacks_shows_each_reason(served):
+    (expression,) = (
+        target["expr"]
+        for panel in DASHBOARD["panels"]
+        if panel["title"] == "Fallback layers"
+        for target in panel["targets"]
+    )
+    found = served.watched.prometheus.query(filled_in(expression), served.watched.at)
+    # And not the 0 that stands for no such layer.
+    assert {(x["reason"], x["target"]): value for x, value in found} == FALLBACKS
+    here = filled_in(expression).replace('engine=~".*"', 'engine="0"')
+    assert served.watched.prometheus.query(here, served.watched.at) == [({}, 0.0)]
 
 
 @needs_prometheus

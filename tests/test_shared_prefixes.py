@@ -88,7 +88,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of a kind that another case has as well, and long in the interpreter.
+SLOW = {
+    "ratio_1", "ratio_7", "small_pages", "large_pages", "drafts_of_10", "alibi_sqrt",
+    "fp8_fp16_queries",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
+)
 def test_matches_reference(name, device):
     case, groups, found = CASES[name]
     run_shared(case, groups, str(device), found)

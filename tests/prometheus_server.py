@@ -40,6 +40,14 @@ class Prometheus:
         self._process.terminate()
         self._process.wait(timeout=30)
 
+    def is_ready(self) -> bool:
+        """Whether the server answers queries: it listens before its database is open."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=30) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
     def ask(self, path: str, **arguments: str) -> object:
         """Return the data of an API call that must succeed."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
@@ -60,14 +68,12 @@ class Prometheus:
     def wait_for(self, expression: str, value: float, seconds: float = 60.0) -> None:
         """Wait until the sum of an expression has a value."""
         deadline = time.monotonic() + seconds
-        found: object = None
+        found: object = "asked of a server that is not ready"
         while time.monotonic() < deadline:
             assert self._process.poll() is None, self._log.read_text()[-2000:]
-            try:
+            if self.is_ready():
                 found = self.query(f"sum({expression})", time.time())
-            except (urllib.error.URLError, ConnectionError) as error:
-                found = error  # not up yet
-            if isinstance(found, list) and [v for _, v in found] == [value]:
-                return
+                if [v for _, v in found] == [value]:
+                    return
             time.sleep(0.25)
         raise AssertionError(f"sum({expression}) is {found}, not {value}")

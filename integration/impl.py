@@ -27,8 +27,9 @@ _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 _DCP = support.is_native("dcp") and shards_caches()
 
-# vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
 _CACHE_WRITE = counters.cell("launches", kernel="cache_write")
+
+# vLLM's names of fp8 caches: row of the support table, and dtype of the bytes.
 _FP8_CACHES = {
     "fp8": ("kv_fp8", torch.float8_e4m3fn),
     "fp8_e4m3": ("kv_fp8", torch.float8_e4m3fn),

@@ -168,6 +168,7 @@ def test_broken_attention_is_noticed(main_job, control_reference, round_index, k
 
 PREEMPTED_PROMPTS = prompts_of([70, 75, 40], seed=3)
 PREEMPTED_TOKENS = 24
+PREEMPTED_ROUND = {"prompts": PREEMPTED_PROMPTS, "max_tokens": PREEMPTED_TOKENS}
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +177,9 @@ def ratio3_model(tmp_path_factory) -> Path:
     return shape.write(tmp_path_factory.mktemp("ratio3_model"))
 
 
-def preemption_job(model: Path, folder: Path, **environ: str) -> dict:
-    engine = {
+def preemption_engine(**changes: object) -> dict:
+    """An engine whose cache is too small for the round above."""
+    return {
         **SMALL_ENGINE,
         "dtype": "float32",
         "block_size": 16,
@@ -185,9 +187,13 @@ def preemption_job(model: Path, folder: Path, **environ: str) -> dict:
         "max_num_batched_tokens": 32,
         "num_gpu_blocks_override": 15,
         "enable_prefix_caching": False,
+        **changes,
     }
-    rounds = [{"prompts": PREEMPTED_PROMPTS, "max_tokens": PREEMPTED_TOKENS}]
-    return run_job(folder, {"model": str(model), "engine": engine, "rounds": rounds}, **environ)
+
+
+def preemption_job(model: Path, folder: Path, **environ: str) -> dict:
+    job = {"model": str(model), "engine": preemption_engine(), "rounds": [PREEMPTED_ROUND]}
+    return run_job(folder, job, **environ)
 
 
 def check_preemption(result: dict, model: Path) -> None:

@@ -1,7 +1,7 @@
-"""Engines on the GPU: tokens of TILEWISE and FLASH_ATTN agree, in both CUDA graph modes.
+"""Engines on the GPU: tokens of TILEWISE and FLASH_ATTN agree, in both graph modes and runners.
 
-An engine takes a minute or two to start there, so a model's three engines start side by side on
-one GPU, each in its own process, and every test looks at what they returned. The bf16 rule of
+An engine takes a minute or two to start there, so a model's engines start side by side on one
+GPU, each in its own process, and every test looks at what they returned. The bf16 rule of
 ``agreement`` counts ties by row, and a random model is often unsure: rows are cut into pieces of
 ``PIECE`` tokens, each continuing the same fp32 text, so that one tie does not end the comparison.
 """
@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import Agreement, Reference, compare, greedy_reference
+from test_engine import PREEMPTED_ROUND, check_preemption, preemption_engine, run_job
+from test_model_zoo import GPU_ENGINE
 from tiny_model import TinyLlama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -46,12 +48,14 @@ ENGINE = {
 }
 # Few sizes, or capturing them is most of the start.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512]
+# Backend, graph mode, model runner.
 ENGINES = {
-    "flash": ("FLASH_ATTN", "FULL_AND_PIECEWISE"),
-    "piecewise": ("TILEWISE", "FULL_AND_PIECEWISE"),
-    "full": ("TILEWISE", "FULL"),
+    "flash": ("FLASH_ATTN", "FULL_AND_PIECEWISE", "v2"),
+    "piecewise": ("TILEWISE", "FULL_AND_PIECEWISE", "v2"),
+    "full": ("TILEWISE", "FULL", "v2"),
+    "v1": ("TILEWISE", "FULL_AND_PIECEWISE", "v1"),
 }
-OURS = ("piecewise", "full")
+OURS = ("piecewise", "full", "v1")
 
 SENTENCES = (
     "The river rises in the hills north of the town and runs south past two mills. ",
@@ -64,7 +68,7 @@ SENTENCES = (
 
 @dataclass
 class Compared:
-    """One model's three engines, and what their tokens are held to."""
+    """One model's engines, and what their tokens are held to."""
 
     references: list[Reference]
     control_reference: Reference
@@ -83,9 +87,9 @@ class Compared:
 
 
 def run_engines(model: Path, rounds: dict[str, list[dict]], folder: Path) -> dict[str, dict]:
-    """Run the three engines side by side and return their results."""
+    """Run the engines side by side and return their results."""
     processes = {}
-    for name, (backend, mode) in ENGINES.items():
+    for name, (backend, mode, runner) in ENGINES.items():
         place = folder / name
         place.mkdir()
         graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": CAPTURE_SIZES}
@@ -96,6 +100,7 @@ def run_engines(model: Path, rounds: dict[str, list[dict]], folder: Path) -> dic
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
             "VLLM_CACHE_ROOT": str(place / "cache"),
             "HF_HUB_OFFLINE": "1",
         }
@@ -139,6 +144,7 @@ def compare_engines(model: Path, prompts: list[list[int]], folder: Path) -> Comp
         "flash": [{**spec, "logprobs": True} for spec in (*pieces, control)],
         "piecewise": [*pieces, *({**control, "sabotage": kind} for kind in CONTROLS)],
         "full": pieces,
+        "v1": pieces,
     }
     jobs = run_engines(model, rounds, folder)
     *references, control_reference = (
@@ -191,8 +197,9 @@ def test_our_backend_ran_under_its_graphs(compared, engine):
     job = compared.jobs[engine]
     assert job["backends"] == ["TilewiseBackend"]
     assert job["block_size"] == 64
-    assert job["runner"] == "v2"
-    assert job["cudagraph_mode"].endswith(ENGINES[engine][1])
+    _, mode, runner = ENGINES[engine]
+    assert job["runner"] == runner
+    assert job["cudagraph_mode"].endswith(mode)
     counts = job["rounds"][0]["counters"]
     steps = {name: n for name, n in counts.items() if name.startswith("steps{")}
     print(f"{engine}: {counts}")
@@ -228,3 +235,29 @@ def test_broken_attention_is_noticed(compared, kind):
     agreement = compare(compared.control_reference, done["tokens"])
     print(f"{kind}: {agreement}")
     assert agreement.agrees is (kind is None), f"{kind}: {agreement}"
+
+
+# -- preemption -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory) -> Path:
+    shape = TinyLlama(num_heads=6, num_kv_heads=2, head_dim=32, hidden_size=96, seed=1)
+    return shape.write(tmp_path_factory.mktemp("small_model"))
+
+
+@pytest.mark.parametrize(("runner", "mode"), [("v2", "FULL"), ("v1", "FULL_AND_PIECEWISE")])
+def test_preempted_requests_keep_their_tokens_in_graphs(small_model, runner, mode, tmp_path):
+    """A cache of 14 pages, and requests that come to need 17; fp32, so tokens are equal."""
+    engine = preemption_engine(enforce_eager=False) | {
+        "compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 32]},
+    }
+    job = {"model": str(small_model), "engine": engine, "rounds": [PREEMPTED_ROUND]}
+    environ = GPU_ENGINE | {
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")), "VLLM_GPU_SYNC_CHECK": "error",
+    }  # fmt: skip
+    result = run_job(tmp_path, job, **environ)
+    assert result["runner"] == runner
+    assert result["cudagraph_mode"].endswith(mode)
+    assert result["rounds"][0]["counters"]["graph_steps{mode=full}"] > 0
+    check_preemption(result, small_model)

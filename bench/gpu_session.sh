@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU machine that reaches no package index.
 #
-#   bench/gpu_session.sh [STEP...]        steps: unpack tests engines alone ranks demo kernels
-#                                         serve operate
+#   bench/gpu_session.sh [STEP...]        steps: unpack compare tests engines alone ranks demo
+#                                         kernels serve operate
 #                                         (default: unpack tests kernels)
 #
 # tests are those of kernels, engines those that start vLLM, alone those that measure the GPU (so does
 # vLLM's sleep), ranks those that need two. What they did is in OUT as JUnit's XML, as text and, failure
-# by failure, as NAME.failures: a run that is cut leaves the latter two.
+# by failure, as NAME.failures: a run that is cut leaves the latter two. compare times the kernels as
+# they are beside those with each patch of bench/variants: what was compiled and never measured.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -17,10 +18,12 @@
 #   COMMIT the commit to record, where the checkout came without its git folder
 #   WORKERS   test processes side by side (half of the cores, at most 12; no xdist: 1)
 #   MODEL  a converted SmolLM2 for engines and demo (tests/demo/convert.py makes one)
-#   TEST_ARGS KERNEL_ARGS SERVE_ARGS OPERATE_ARGS   more arguments for pytest, for `tilewise bench …`
-#          and for tests/abuse/operate.py (abuse, JIT monitor, cold starts, roofline; in parallel)
+#   TEST_ARGS KERNEL_ARGS COMPARE_ARGS SERVE_ARGS OPERATE_ARGS   more arguments for pytest, for
+#          `tilewise bench …` and for tests/abuse/operate.py (abuse, JIT monitor, cold starts,
+#          roofline; in parallel)
 #   TEST_TIMEOUT KERNEL_TIMEOUT SERVE_TIMEOUT OPERATE_TIMEOUT   seconds after which a step is ended
-#   WORK   where operate puts models, homes and server logs               (default /tmp/operate)
+#   WORK   where operate puts models, homes and server logs, and compare its versions
+#                                                                         (default /tmp/operate)
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -144,6 +147,20 @@ kernels() {
         --out "$out/kernels.json" ${COMMIT:+--commit "$COMMIT"} ${KERNEL_ARGS:-}
 }
 
+compare() {
+    local patch name folder versions=("now=$root")
+    for patch in $(find bench/variants -name "*.patch" | sort); do
+        name=$(basename "$patch" .patch)
+        folder=${WORK:-/tmp/operate}/versions/$name
+        rm -rf "$folder" && mkdir -p "$folder" && cp -r plugin kernels "$folder" || return 1
+        patch -s -p1 -d "$folder" <"$patch" || { echo "$patch does not apply" >&2; return 1; }
+        versions+=("${name//-/_}=$folder")
+    done
+    run timeout -k 20 "${KERNEL_TIMEOUT:-1500}" python3 -m tilewise.bench.kernels \
+        --versions "${versions[@]}" --providers fa3 --out "$out/compare.json" \
+        ${COMMIT:+--commit "$COMMIT"} ${COMPARE_ARGS:-}
+}
+
 serve() {
     run timeout -k 60 "${SERVE_TIMEOUT:-1500}" python3 -m tilewise.bench.serve \
         --out "$out/serve.json" --logs "$out/serve-logs" ${COMMIT:+--commit "$COMMIT"} \
@@ -180,7 +197,7 @@ set -f
 for name in $steps; do
     case $name in
         unpack) ;;
-        tests | engines | alone | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
+        compare | tests | engines | alone | ranks | demo | kernels | serve | operate) step "$name" "$name" ;;
         *) echo "unknown step $name; see the head of $0" >&2; failed=1 ;;
     esac
 done

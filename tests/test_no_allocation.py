@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 BASE = Case(MIXED, 8, 2, 64)
 CASES = {
     "mixed": BASE,
+    "half": replace(BASE, head_dim=128, dtype=torch.bfloat16),  # in Gluon on Hopper
     "decodes": replace(BASE, requests=((1, 40), (1, 70), (1, 5))),
     "verification": replace(BASE, requests=((4, 40), (4, 70)), decode_query_len=4),
     "features": replace(BASE, window=20, softcap=15.0, sinks=0.5, pad_requests=2),
@@ -124,10 +125,10 @@ def test_plan_and_run(name, device, allocations):
 
 
 def test_decodes_that_share_pages(device, allocations):
-    case = Case(((1, 90), (1, 80), (1, 70)), 8, 2, 64)
+    case = Case(((1, 90), (1, 80), (1, 70)), 8, 2, 64, dtype=torch.bfloat16)
     batch = make_batch(case, device)
     batch.block_table[1:, 0] = batch.block_table[0, 0]
-    attn = make_attention(case, device, shared_prefixes=True)
+    attn = make_attention(case, device, shared_prefixes="always")
     assert plan_batch(attn, batch).shared
     step = planned(batch, attn)
     step()

@@ -77,10 +77,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
     pytest shows them at its end, which a run that is cut on a lent GPU does not reach.
     """
+    _note_failure(report, report.when)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Add files that cannot be imported as well."""
+    _note_failure(report, "collect")
+
+
+def _note_failure(report: pytest.TestReport | pytest.CollectReport, when: str) -> None:
     path = os.environ.get("TILEWISE_TEST_FAILURES")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+            file.write(f"== {report.nodeid} ({when})\n{report.longreprtext}\n")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@
 # tests are those of kernels, engines those that start vLLM, alone those that measure the GPU (so does
 # vLLM's sleep), ranks those that need two. What they did is in OUT as JUnit's XML, as text and, failure
 # by failure, as NAME.failures: a run that is cut leaves the latter two. compare times the kernels as
-# they are beside those with each patch of bench/variants: what was compiled and never measured.
+# they are beside those with each patch of bench/patches: what was compiled and never measured.
 #
 # Everything that is not in the Python of the machine comes as one .tar.xz of a site-packages
 # folder, cut into parts. Settings, by environment variable:
@@ -149,7 +149,7 @@ kernels() {
 
 compare() {
     local patch name folder versions=("now=$root")
-    for patch in $(find bench/variants -name "*.patch" | sort); do
+    for patch in $(find bench/patches -name "*.patch" | sort); do
         name=$(basename "$patch" .patch)
         folder=${WORK:-/tmp/operate}/versions/$name
         rm -rf "$folder" && mkdir -p "$folder" && cp -r plugin kernels "$folder" || return 1

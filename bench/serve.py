@@ -41,8 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backends", default=DEFAULT_BACKENDS, metavar="NAMES",
-        help="by commas; BACKEND@VARIABLE=VALUE sets a TILEWISE_ or VLLM_ variable for one of "
-        "them (default: %(default)s)",
+        help="by commas: TILEWISE, CUSTOM or another that `vllm serve --attention-backend` takes, "
+        "in capitals; BACKEND@VARIABLE=VALUE sets a TILEWISE_ or VLLM_ variable for one of them "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--workloads", default=DEFAULT_WORKLOADS, metavar="NAMES",
@@ -147,13 +148,16 @@ class Session:
         backends = list(dict.fromkeys(name for name in args.backends.split(",") if name))
         if not backends:
             raise ValueError("--backends names none; accepted: names of vLLM's attention backends")
-        for name in backends:
-            workloads.split_backend(name)
+        named = [workloads.split_backend(name)[0] for name in backends]
         if len({bool(workload.prefix_len) for workload in self.chosen}) > 1:
             raise ValueError(
                 f"--workloads {args.workloads}: servers cache prefixes for some of them; accepted: "
                 "workloads with prefixes, or without"
             )
+        # Last, since it imports vLLM.
+        accepted = workloads.accepted_backends()
+        if unknown := [name for name in named if name not in accepted]:
+            raise ValueError(f"--backends {unknown[0]!r}; accepted: {', '.join(accepted)}")
         self.settings = {name: _plain(getattr(args, name)) for name in SETTINGS}
         self.file = ResultFile.open(args.out, keep=args.append or args.resume)
         # Runs that are added are runs of their own, with prompts of their own.

@@ -41,7 +41,9 @@ def test_pages_tell_scripts_what_became_of_them(tmp_path, capsys, check):
     assert (code, page.read_text()) == ((1, "old") if check else (0, "new"))
 
 
+@pytest.mark.vllm
 def test_a_dry_run_of_servers_as_json():
+    pytest.importorskip("vllm")
     done = run(
         "bench", "serve", "--dry-run", "--json", "--backends", "TILEWISE,FLASH_ATTN",
         "--workloads", "s_1k_128_c64", "--runs", "1",

@@ -135,7 +135,9 @@ def _attention_signature(
     if pairs:
         v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
     out = "u8" if "fp8_out" in features else element
-    head = {"out_ptr": f"*{out}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
+    lse = "lse" in features
+    head = {"out_ptr": f"*{out}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    head |= {"q_ptr": f"*{element}"}
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
     scales = ("k_scale_ptr", "v_scale_ptr")
@@ -160,8 +162,8 @@ def _attention_signature(
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
-    constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
-    constants |= dict.fromkeys(off)
+    constants: dict[str, Any] = {"HAS_LSE": lse, "ALIBI_SQRT": "sqrt" in features}
+    constants |= dict.fromkeys(off if lse else [*off, "lse_ptr"])
     constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
     constants |= {"ROTATED": "rotated" in features}
     rounded = "e4m3" if arch >= 90 else "e4m3_bits"
@@ -182,7 +184,7 @@ def _attention_constants(config: policy.Config, tiles: policy.Tiles, dtype: str)
     g = config.geometry
     return {
         "NUM_KV_HEADS": g.num_kv_heads, "GROUP_SIZE": g.group_size, "HEAD_DIM": g.head_dim,
-        "PAGE_SIZE": g.page_size, "HAS_LSE": False, "USE_TMA": tiles.use_tma,
+        "PAGE_SIZE": g.page_size, "USE_TMA": tiles.use_tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n, "BLOCK_D": tiles.block_d, "NUM_STAGES": tiles.num_stages,
         "TAIL_STAGES": tiles.tail_stages, "WINDOW": config.window,
@@ -267,15 +269,17 @@ def compile_decode(
     return _compile_attention("decode", config, dtype, arch, middle, features)
 
 
-def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
+def compile_plan(
+    config: policy.Config, arch: int, max_reqs: int = 1024, spans: bool = False
+) -> Any:
     """Compile the plan kernel of ``config``."""
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
     shared = ("found", "common", "members", "groups", "slots", "shared_header")
     t = config.prefixes
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
-        "spans_ptr": "constexpr",
-        "num_spans": "constexpr",
+        "spans_ptr": "*i32" if spans else "constexpr",
+        "num_spans": "i32" if spans else "constexpr",
         **{f"{n}_ptr": "*i32" if t else "constexpr" for n in shared},
         "num_reqs": "i32",
         "max_tiles": "i32",
@@ -292,12 +296,12 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
-        "spans_ptr": None, "num_spans": None,
         "SHARED_BLOCK_M": t.block_m if t else 0,
         "SHARED_PAGE_SIZE": config.geometry.page_size if t else 0,
         "SHARED_MAX_QUERY_LEN": t.max_query_len if t else 0,
     } | _pieces(config)  # fmt: skip
     constants |= {} if t else {f"{n}_ptr": None for n in shared}
+    constants |= {} if spans else {"spans_ptr": None, "num_spans": None}
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -344,14 +348,14 @@ def resources(
         80, 89, 90 or 100.
     features : sequence of str
         Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, beside that
-        ``fp8_dot`` and ``rotated``, a key of ``MASKS``, and ``starts``.
+        ``fp8_dot`` and ``rotated``, a key of ``MASKS``, ``starts`` and ``lse``.
     """
     if kernel == "prefill":
         compiled = compile_prefill(config, dtype, arch, features)
     elif kernel == "decode":
         compiled = compile_decode(config, dtype, arch, features)
     elif kernel == "plan":
-        compiled = compile_plan(config, arch)
+        compiled = compile_plan(config, arch, spans="spans" in features)
     else:
         compiled = compile_cache_write(config, dtype, arch, features)
     return report(compiled, kernel, config, dtype, arch, features)

@@ -256,9 +256,13 @@ def resources(
     window: int = 0,
     softcap: bool = False,
     kv_format: str = "",
+    **more: bool,
 ) -> Resources:
-    """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
-    variant: dict[str, Any] = {"sinks": sinks}
+    """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does.
+
+    ``more`` are options that this kernel alone may have: ``lse``, ``beside``, ``rotated``.
+    """
+    variant: dict[str, Any] = {"sinks": sinks} | more
     if kernel == "hopper_prefill_fp8":
         compiled = compile_prefill_fp8(dtype, page_size, group_size, **variant)
     else:
@@ -271,7 +275,7 @@ def resources(
         variant |= {"window": window, "softcap": softcap}
         compiled = compilers[kernel](dtype, head_dim, page_size, group_size, **variant)
     features = ["sinks"] * sinks + ["softcap"] * softcap + [f"window={window}"] * bool(window)
-    features += [kv_format] * bool(kv_format)
+    features += [kv_format] * bool(kv_format) + [name for name, on in more.items() if on]
     ptx = compiled.asm["ptx"]
     return Resources(
         kernel, 90, head_dim, page_size, group_size, dtype, "+".join(features),

@@ -24,11 +24,14 @@ def test_help_has_what_a_script_needs(words):
     text = " ".join(done.stdout.split())
     assert "--json" in text
     assert re.search(r"Exit codes: 0; (1 .*; )?2 for a ", text), text
-    # An option's help follows its name, on its line or indented on the next.
+    # An option's help follows its name, on its line or indented below.
     shown = done.stdout.partition("options:")[2]
-    options = re.findall(r"^  (-\S.*?)(?:\n {20,}(\S)| {2,}(\S)|$)", shown, re.M)
-    assert options
-    assert [name for name, below, beside in options if not below and not beside] == []
+    options = re.findall(r"^  (-\S+(?: \S+)*)((?: {2,}\S.*)?(?:\n {20,}\S.*)*)", shown, re.M)
+    assert len(options) > 1
+    assert [name for name, said in options if not said.strip()] == []
+    # Of what takes a value, the default too.
+    takes = [(name, said) for name, said in options if re.search(r" (?!-)\S", name)]
+    assert [name for name, said in takes if "(default:" not in " ".join(said.split())] == []
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["write", "check"])

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tilewise import policy
 from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.bench import sass
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
+from tilewise.ragged import ROWS_PER_PAGE
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
 # causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
@@ -116,6 +117,11 @@ def kv_format(features: Sequence[str]) -> str:
     return next((f for f in features if f in fp8.FORMATS), "")
 
 
+def scale_step(features: Sequence[str]) -> int:
+    """How far an fp8 cache's scales lie apart, among a variant's features; -1 for one a page."""
+    return -1 if "page_scales" in features else int("head_scales" in features)
+
+
 def fp8_dot(features: Sequence[str]) -> str:
     """How products of fp8 operands are added, among a variant's features; "" without."""
     return "promoted" if "fp8_dot" in features else ""
@@ -140,6 +146,8 @@ def _attention_signature(
     head |= {"q_ptr": f"*{element}"}
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+    if "rows" in features:
+        head["block_table_ptr"] = "constexpr"
     scales = ("k_scale_ptr", "v_scale_ptr")
     masks = {"kv_start_ptr": "*i32"} if "starts" in features else {}
     mask = next((f for f in features if f in MASKS), "")
@@ -164,7 +172,9 @@ def _attention_signature(
     tail["stride_bt_b"] = "i32"
     constants: dict[str, Any] = {"HAS_LSE": lse, "ALIBI_SQRT": "sqrt" in features}
     constants |= dict.fromkeys(off if lse else [*off, "lse_ptr"])
-    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants |= {"block_table_ptr": None} if "rows" in features else {}
+    step = scale_step(features)
+    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": step, "V_SCALE_STEP": step}
     constants |= {"ROTATED": "rotated" in features}
     rounded = "e4m3" if arch >= 90 else "e4m3_bits"
     constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
@@ -174,7 +184,10 @@ def _attention_signature(
         constants |= {"V_PAIRS": pairs}
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
-        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0, "SPANS_IN_WINDOW": False}
+        constants |= {
+            "LAZY": per_thread if tiles.lazy_rescale else 0,
+        }
+        constants["SPANS_IN_WINDOW"] = "windowed" in features
         constants["FP8_DOT"] = fp8_dot(features)
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
@@ -214,6 +227,9 @@ def _compile_attention(
 ) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
+    if "rows" in features:
+        tiles = replace(tiles, use_tma=False)
+        config = replace(config, geometry=replace(config.geometry, page_size=ROWS_PER_PAGE))
     head, tail, constants = _attention_signature(kernel, tiles, dtype, arch, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
@@ -322,8 +338,8 @@ def compile_cache_write(
     g = config.geometry
     constants = {
         "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
-        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
-        "ROTATED": "rotated" in features,
+        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": scale_step(features),
+        "V_SCALE_STEP": scale_step(features), "ROTATED": "rotated" in features,
     }  # fmt: skip
     if not kv_format(features):
         constants |= dict.fromkeys(scales)
@@ -348,7 +364,8 @@ def resources(
         80, 89, 90 or 100.
     features : sequence of str
         Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, beside that
-        ``fp8_dot`` and ``rotated``, a key of ``MASKS``, ``starts`` and ``lse``.
+        ``fp8_dot``, ``rotated`` and ``head_scales`` or ``page_scales``, a key of ``MASKS``,
+        ``starts``, ``rows`` (keys in no pages), ``windowed`` (of spans) and ``lse``.
     """
     if kernel == "prefill":
         compiled = compile_prefill(config, dtype, arch, features)

@@ -1,6 +1,6 @@
-"""Ahead-of-time compilation of kernels that know nothing of a layer's sizes: see ``bench/aot.py``.
+"""Ahead-of-time compilation of kernels that know no layer's sizes: see ``bench/aot.py``.
 
-What each may be compiled for stands in ``tilewise.bench.variants``, as ``FORMS``.
+A kernel has a form for each thing that it may be asked for.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 from tilewise.bench import aot
 from tilewise.kernels import masks, shards
+
+KERNELS = ("mask_starts", "tree_words", "shard_lengths")
 
 
 def _compile(

@@ -140,7 +140,9 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
         from tilewise.bench import aot_gluon
 
         group = args.heads[0] // args.heads[1]
-        more = {name: True for name in ("lse", "beside", "rotated") if name in v.features}
+        more = {
+            name: True for name in ("lse", "beside", "rotated", "head_scales") if name in v.features
+        }
         return aot_gluon.resources(
             v.kernel, v.dtype, v.head_size, v.page_size, group, "sinks" in v.features, args.window,
             "softcap" in v.features, FP8_CACHES.get(args.kv_cache_dtype, ""), **more,

@@ -20,6 +20,8 @@ from tilewise.errors import UnsupportedConfig
 FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 MASKS = ("bytes", "bits", "blocks", "tree")
 _LOGITS = ("sinks", "softcap", "alibi", "sqrt")
+_OF_FP8 = ("rotated", "head_scales", "page_scales")
+PAGE_SCALES_STEP = 64  # as tilewise.checks has it
 # What the command line knows, with what it says of it.
 FEATURES = {
     "sinks": "attention sinks",
@@ -30,20 +32,24 @@ FEATURES = {
     "flags": "a flag for each request, whether it is causal",
     "bidirectional": "no request is causal",
     "spans": "bidirectional spans, as of images",
+    "windowed": "spans that a window cuts, with --window",
     "bytes": "a mask of bytes",
     "bits": "a mask of bits",
     "blocks": "masks of a block-sparse matrix",
     "tree": "trees of drafts",
-    "starts": "page ids or keys of all requests in one row",
+    "rows": "keys in rows instead of pages, as of encoders",
+    "starts": "page ids or rows of keys that start anywhere",
     "fp8_out": "outputs of fp8",
     "fp8_dot": "products of fp8, of an e4m3 cache",
     "rotated": "rotated keys, of an fp8 cache",
+    "head_scales": "scales for each head, of an fp8 cache",
+    "page_scales": "scales for each page and head, of an fp8 cache",
     "invariant": "batch-invariant mode",
     "beside": "a prefill beside its batch's decodes",
 }
 EACH = "each"
 # Features that come with others.
-_WITH = {"sqrt": ("alibi",), "blocks": ("starts",)}
+_WITH = {"sqrt": ("alibi",), "blocks": ("starts",), "windowed": ("spans",)}
 # Each says which keys a query sees; no batch has two.
 _ALONE = ("alibi", "flags", "bidirectional", "spans", *MASKS)
 
@@ -51,20 +57,20 @@ _ALONE = ("alibi", "flags", "bidirectional", "spans", *MASKS)
 # that may share pages; with the features, beside an fp8 cache, that each is compiled for.
 # "window" is one of them, though an option of its own.
 SPECIALISED = {
-    "prefill": {*_LOGITS, "lse", "window", "flags", "bidirectional", "spans", "bytes", "bits",
-                "blocks", "starts", "fp8_out", "fp8_dot", "rotated"},
+    "prefill": {*_LOGITS, "lse", "window", "flags", "bidirectional", "spans", "windowed", "bytes",
+                "bits", "blocks", "rows", "starts", "fp8_out", "fp8_dot", *_OF_FP8},
     "hopper_prefill": {"sinks", "softcap", "lse", "window", "beside"},
-    "hopper_prefill_kv8": {"sinks", "softcap", "lse", "window"},
-    "hopper_prefill_fp8": {"sinks", "lse", "rotated"},
-    "decode": {*_LOGITS, "lse", "window", "flags", "bidirectional", *MASKS, "starts", "fp8_out",
-               "rotated", "invariant"},
+    "hopper_prefill_kv8": {"sinks", "softcap", "lse", "window", "head_scales"},
+    "hopper_prefill_fp8": {"sinks", "lse", "rotated", "head_scales"},
+    "decode": {*_LOGITS, "lse", "window", "flags", "bidirectional", *MASKS, "rows", "starts",
+               "fp8_out", *_OF_FP8, "invariant"},
     "hopper_decode": {"sinks", "softcap", "lse", "window"},
-    "prefix_decode": {*_LOGITS, "lse", "fp8_out"},
+    "prefix_decode": {*_LOGITS, "lse", "fp8_out", "head_scales"},
     "prefix_keys": set(),
     "prefix_groups": set(),
     "plan": {"window", "spans", "invariant"},
     "prefix_plan": set(),
-    "cache_write": {"rotated"},
+    "cache_write": set(_OF_FP8),
     "mask_starts": set(),
     "tree_words": set(),
     "shard_lengths": set(),
@@ -184,8 +190,19 @@ def _why_nobody(
     cache = FP8_CACHES.get(args.kv_cache_dtype, "16 bits or more")
     if "fp8_dot" in features and cache != "e4m3":
         return f"fp8_dot with a cache of {cache} (accepted: --kv-cache-dtype fp8)"
-    if "rotated" in features and geometry.kv_element_size != 1:
-        return f"rotated with a cache of {cache} (accepted: --kv-cache-dtype fp8 or fp8_e5m2)"
+    of_fp8 = [f for f in _OF_FP8 if f in features]
+    if of_fp8 and geometry.kv_element_size != 1:
+        return f"{of_fp8[0]} with a cache of {cache} (accepted: --kv-cache-dtype fp8 or fp8_e5m2)"
+    if "head_scales" in features and "page_scales" in features:
+        return "head_scales with page_scales (accepted: one of them)"
+    if "page_scales" in features and geometry.page_size % PAGE_SCALES_STEP:
+        accepted = f"multiples of {PAGE_SCALES_STEP}"
+        return f"page_scales with page size {geometry.page_size} (accepted: {accepted})"
+    if "rows" in features and (geometry.kv_element_size == 1 or "blocks" in features):
+        beside = "blocks" if "blocks" in features else f"a cache of {cache}"
+        return f"rows with {beside} (accepted: without)"
+    if "windowed" in features and not args.window:
+        return "windowed without a window (accepted: --window)"
     if "rotated" in features and geometry.head_dim & (geometry.head_dim - 1):
         return f"rotated with head size {geometry.head_dim} (accepted: powers of two)"
     return None
@@ -195,13 +212,14 @@ def _why_plain(features: set[str]) -> str | None:
     """Why a batch takes plain kernels alone."""
     mask = next((f for f in MASKS if f in features), "")
     causal = not features.intersection(("flags", "bidirectional"))
-    return policy.why_plain_batch(causal, "starts" not in features, mask)
+    return policy.why_plain_batch(causal, not features.intersection(("rows", "starts")), mask)
 
 
 def _why_not_shared(features: set[str], config: policy.Config, device: policy.Device) -> str | None:
     """Why requests share no pages."""
-    if "rotated" in features:
-        return "rotated keys (accepted: none)"
+    for feature in ("rotated", "page_scales"):
+        if feature in features:
+            return f"{feature} (accepted: without)"
     if "spans" in features:
         return "spans (accepted: none)"
     return _why_plain(features) or prefix_rule.why_not_share(config, device)
@@ -227,13 +245,15 @@ def _why_not_gluon(variant: Variant, config: policy.Config, args: argparse.Names
     if kernel == "hopper_prefill_fp8":
         if cache != "e4m3":
             return f"a cache of {cache or '16 bits or more'} (accepted: e4m3)"
+        if "page_scales" in features:
+            return "page_scales (accepted: without)"
         if "softcap" in features:
             return "a soft cap (accepted: none)"
         return policy.why_not_hopper_fp8(geometry, device, window)
     if (kernel == "hopper_prefill_kv8") != bool(cache):
         accepted = "16 bits" if cache else "fp8"
         return f"a cache of {cache or '16 bits or more'} (accepted: {accepted})"
-    for feature in ("fp8_dot", "rotated"):
+    for feature in ("fp8_dot", "rotated", "page_scales"):
         if feature in features:
             return f"{feature} (accepted: without)"
     if (why := policy.why_not_hopper(geometry, device, window)) is not None:

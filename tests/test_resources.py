@@ -66,7 +66,8 @@ ARGUMENTS = {
     "sinks": "sinks_ptr", "softcap": "cap_log2", "alibi": "slopes_ptr", "sqrt": "ALIBI_SQRT",
     "lse": "HAS_LSE", "window": "WINDOW", "flags": "causal_ptr", "bidirectional": "CAUSAL",
     "spans": "spans_ptr", "starts": "kv_start_ptr", "fp8_out": "OUT_FORMAT", "fp8_dot": "FP8_DOT",
-    "rotated": "ROTATED", "invariant": "PIECE_TILES", "beside": "BESIDE",
+    "rotated": "ROTATED", "invariant": "PIECE_TILES", "beside": "BESIDE", "rows": "block_table_ptr",
+    "windowed": "SPANS_IN_WINDOW", "head_scales": "K_SCALE_STEP", "page_scales": "K_SCALE_STEP",
 } | dict.fromkeys(MASKS, "MASK")  # fmt: skip
 
 
@@ -99,8 +100,10 @@ def test_every_feature_that_specialises_a_kernel():
             names.add("cap_log2")
     known = {kernel: {f for f, name in ARGUMENTS.items() if name in found[kernel]}
              for kernel in found}  # fmt: skip
-    # Trees are of decodes.
+    # Trees are of decodes; the others read pages, and scales that no page has of its own.
     known["prefill"].remove("tree")
+    for kernel in set(known) - {"prefill", "decode", "cache_write"}:
+        known[kernel] -= {"rows", "page_scales"}
     others = ("prefix_plan", *FORMS)
     assert {k: v for k, v in SPECIALISED.items() if k not in others} == {
         k: v for k, v in known.items() if k not in others
@@ -155,14 +158,18 @@ def test_each_feature_once():
     assert len(found) == len(set(found))
     for kernel in ("prefill", "decode", "hopper_prefill", "plan", "prefix_decode"):
         single = {v.features for v in found if v.kernel == kernel}
-        wanted = {(f,) for f in SPECIALISED[kernel] - {"window", "fp8_dot", "rotated"}} | {()}
+        others = {"window", "windowed", "fp8_dot", "rotated", "head_scales", "page_scales"}
+        wanted = {(f,) for f in SPECIALISED[kernel] - others} | {()}
         if ("sqrt",) in wanted:
             wanted = wanted - {("sqrt",)} | {("alibi", "sqrt")}
         if ("blocks",) in wanted:
             wanted = wanted - {("blocks",)} | {("blocks", "starts")}
         assert single == wanted, kernel
     fp8 = ("--features", "each", "--kv-cache-dtype", "fp8", "--kernel", "cache_write", "prefill")
-    assert {("rotated",), ("fp8_dot",)} <= {v.features for v in asked(*fp8)}
+    found = {v.features for v in asked(*fp8)}
+    assert {("rotated",), ("fp8_dot",), ("head_scales",), ("page_scales",)} <= found
+    window = ("--features", "each", "--window", "512", "--kernel", "prefill")
+    assert ("spans", "windowed") in {v.features for v in asked(*window)}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +190,12 @@ def test_each_feature_once():
         (["fp8_dot", "--kv-cache-dtype", "fp8"], {"hopper_prefill_kv8"}, "fp8_dot (accepted: wit"),
         (["softcap", "--kv-cache-dtype", "fp8"], {"hopper_prefill_fp8"}, "a soft cap (accepted: n"),
         (["beside", "invariant"], {"hopper_prefill"}, "no Gluon decode to run beside"),
+        (["rows"], {"hopper_prefill", "prefix_keys"}, "keys without a block table"),
+        (["rows", "--kv-cache-dtype", "fp8"], {"prefill", "decode"}, "rows with a cache of e4m3"),
+        (["windowed"], {"prefill"}, "windowed without a window (accepted: --window)"),
+        (["page_scales", "--kv-cache-dtype", "fp8"], {"hopper_prefill_kv8", "prefix_decode",
+          "hopper_prefill_fp8"}, "page_scales (accepted: without)"),
+        (["page_scales", "--kv-cache-dtype", "fp8", "--page-size", "16"], {"decode"}, "multiples "),
     ],
 )  # fmt: skip
 def test_what_a_kernel_does_not_have_is_left_out_with_a_reason(words, kernels, why):

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tilewise import policy
 from tilewise.arch import ARCHITECTURES as DEVICES
 from tilewise.bench import sass
 from tilewise.kernels import cache_write, decode, fp8, plan, prefill
+from tilewise.ragged import ROWS_PER_PAGE
 
 # Argument and type of what a layer may do to its logits, and of flags that say which requests are
 # causal; "sqrt" besides goes with ALiBi, and "bidirectional" stands for no causal request.  Spans
@@ -116,6 +117,11 @@ def kv_format(features: Sequence[str]) -> str:
     return next((f for f in features if f in fp8.FORMATS), "")
 
 
+def scale_step(features: Sequence[str]) -> int:
+    """How far an fp8 cache's scales lie apart, among a variant's features; -1 for one a page."""
+    return -1 if "page_scales" in features else int("head_scales" in features)
+
+
 def fp8_dot(features: Sequence[str]) -> str:
     """How products of fp8 operands are added, among a variant's features; "" without."""
     return "promoted" if "fp8_dot" in features else ""
@@ -135,9 +141,13 @@ def _attention_signature(
     if pairs:
         v = v.replace("u8", "u16").replace(f"{tiles.block_d}]", f"{tiles.block_d // 2}]")
     out = "u8" if "fp8_out" in features else element
-    head = {"out_ptr": f"*{out}", "lse_ptr": "constexpr", "q_ptr": f"*{element}"}
+    lse = "lse" in features
+    head = {"out_ptr": f"*{out}", "lse_ptr": "*fp32" if lse else "constexpr"}
+    head |= {"q_ptr": f"*{element}"}
     head |= {"k_src": k, "v_src": v}
     head |= dict.fromkeys(("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"), "*i32")
+    if "rows" in features:
+        head["block_table_ptr"] = "constexpr"
     scales = ("k_scale_ptr", "v_scale_ptr")
     masks = {"kv_start_ptr": "*i32"} if "starts" in features else {}
     mask = next((f for f in features if f in MASKS), "")
@@ -160,9 +170,11 @@ def _attention_signature(
     strides = [f"stride_{x}_{axis}" for x in "kv" for axis in "phs"]
     tail |= dict.fromkeys(strides, "constexpr" if tiles.use_tma else "i32")
     tail["stride_bt_b"] = "i32"
-    constants: dict[str, Any] = {"lse_ptr": None, "ALIBI_SQRT": "sqrt" in features}
-    constants |= dict.fromkeys(off)
-    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0}
+    constants: dict[str, Any] = {"HAS_LSE": lse, "ALIBI_SQRT": "sqrt" in features}
+    constants |= dict.fromkeys(off if lse else [*off, "lse_ptr"])
+    constants |= {"block_table_ptr": None} if "rows" in features else {}
+    step = scale_step(features)
+    constants |= {"KV_FORMAT": kv_format(features), "K_SCALE_STEP": step, "V_SCALE_STEP": step}
     constants |= {"ROTATED": "rotated" in features}
     rounded = "e4m3" if arch >= 90 else "e4m3_bits"
     constants["OUT_FORMAT"] = rounded if "fp8_out" in features else ""
@@ -172,7 +184,10 @@ def _attention_signature(
         constants |= {"V_PAIRS": pairs}
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
-        constants |= {"LAZY": per_thread if tiles.lazy_rescale else 0, "SPANS_IN_WINDOW": False}
+        constants |= {
+            "LAZY": per_thread if tiles.lazy_rescale else 0,
+        }
+        constants["SPANS_IN_WINDOW"] = "windowed" in features
         constants["FP8_DOT"] = fp8_dot(features)
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}
     return head, tail, constants
@@ -182,7 +197,7 @@ def _attention_constants(config: policy.Config, tiles: policy.Tiles, dtype: str)
     g = config.geometry
     return {
         "NUM_KV_HEADS": g.num_kv_heads, "GROUP_SIZE": g.group_size, "HEAD_DIM": g.head_dim,
-        "PAGE_SIZE": g.page_size, "HAS_LSE": False, "USE_TMA": tiles.use_tma,
+        "PAGE_SIZE": g.page_size, "USE_TMA": tiles.use_tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n, "BLOCK_D": tiles.block_d, "NUM_STAGES": tiles.num_stages,
         "TAIL_STAGES": tiles.tail_stages, "WINDOW": config.window,
@@ -212,6 +227,9 @@ def _compile_attention(
 ) -> Any:
     tiles = config.prefill if kernel == "prefill" else config.decode
     fn = prefill._prefill_kernel if kernel == "prefill" else decode._decode_kernel
+    if "rows" in features:
+        tiles = replace(tiles, use_tma=False)
+        config = replace(config, geometry=replace(config.geometry, page_size=ROWS_PER_PAGE))
     head, tail, constants = _attention_signature(kernel, tiles, dtype, arch, features)
     signature = head | middle | tail
     constants |= _attention_constants(config, tiles, dtype)
@@ -267,15 +285,17 @@ def compile_decode(
     return _compile_attention("decode", config, dtype, arch, middle, features)
 
 
-def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
+def compile_plan(
+    config: policy.Config, arch: int, max_reqs: int = 1024, spans: bool = False
+) -> Any:
     """Compile the plan kernel of ``config``."""
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
     shared = ("found", "common", "members", "groups", "slots", "shared_header")
     t = config.prefixes
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
-        "spans_ptr": "constexpr",
-        "num_spans": "constexpr",
+        "spans_ptr": "*i32" if spans else "constexpr",
+        "num_spans": "i32" if spans else "constexpr",
         **{f"{n}_ptr": "*i32" if t else "constexpr" for n in shared},
         "num_reqs": "i32",
         "max_tiles": "i32",
@@ -292,12 +312,12 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
-        "spans_ptr": None, "num_spans": None,
         "SHARED_BLOCK_M": t.block_m if t else 0,
         "SHARED_PAGE_SIZE": config.geometry.page_size if t else 0,
         "SHARED_MAX_QUERY_LEN": t.max_query_len if t else 0,
     } | _pieces(config)  # fmt: skip
     constants |= {} if t else {f"{n}_ptr": None for n in shared}
+    constants |= {} if spans else {"spans_ptr": None, "num_spans": None}
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -318,8 +338,8 @@ def compile_cache_write(
     g = config.geometry
     constants = {
         "HEAD_DIM": g.head_dim, "PAGE_SIZE": g.page_size, "BLOCK_T": 16, "BLOCK_D": g.block_d,
-        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
-        "ROTATED": "rotated" in features,
+        "KV_FORMAT": kv_format(features), "K_SCALE_STEP": scale_step(features),
+        "V_SCALE_STEP": scale_step(features), "ROTATED": "rotated" in features,
     }  # fmt: skip
     if not kv_format(features):
         constants |= dict.fromkeys(scales)
@@ -344,14 +364,15 @@ def resources(
         80, 89, 90 or 100.
     features : sequence of str
         Keys of ``FEATURES``, ``sqrt`` beside ``alibi``, the format of an fp8 cache, beside that
-        ``fp8_dot`` and ``rotated``, a key of ``MASKS``, and ``starts``.
+        ``fp8_dot``, ``rotated`` and ``head_scales`` or ``page_scales``, a key of ``MASKS``,
+        ``starts``, ``rows`` (keys in no pages), ``windowed`` (of spans) and ``lse``.
     """
     if kernel == "prefill":
         compiled = compile_prefill(config, dtype, arch, features)
     elif kernel == "decode":
         compiled = compile_decode(config, dtype, arch, features)
     elif kernel == "plan":
-        compiled = compile_plan(config, arch)
+        compiled = compile_plan(config, arch, spans="spans" in features)
     else:
         compiled = compile_cache_write(config, dtype, arch, features)
     return report(compiled, kernel, config, dtype, arch, features)

@@ -123,6 +123,7 @@ def compile_prefill_kv8(
     softcap: bool = False,
     scales: bool = True,
     kv_dtype: str = "fp8e4nv",
+    head_scales: bool = False,
     **tiles: int,
 ) -> Any:
     """Compile one variant of the Hopper prefill over an fp8 cache, with the policy's tiles."""
@@ -145,7 +146,8 @@ def compile_prefill_kv8(
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "BLOCK_D": block_d, "PAGE_SIZE": page_size, "HAS_LSE": lse, "WINDOW": window,
         "BLOCK_N": chosen.block_n, "STAGES": chosen.num_stages,
-        "NARROW_STAGES": chosen.narrow_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0,
+        "NARROW_STAGES": chosen.narrow_stages,
+        "K_SCALE_STEP": int(head_scales), "V_SCALE_STEP": int(head_scales),
     }  # fmt: skip
     kernel = hopper_prefill_kv8._hopper_prefill_kv8_kernel
     return _compile(kernel, signature, constants, ("out_ptr",), **OF_FP8)
@@ -159,6 +161,7 @@ def compile_prefill_fp8(
     sinks: bool = False,
     rotated: bool = False,
     scales: bool = True,
+    head_scales: bool = False,
     block_n: int = 128,
     num_stages: int = 3,
 ) -> Any:
@@ -173,7 +176,8 @@ def compile_prefill_fp8(
     constants |= {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": group_size, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim,
         "STEPS": 7, "PAGE_SIZE": page_size, "HAS_LSE": lse, "BLOCK_N": block_n,
-        "STAGES": num_stages, "K_SCALE_STEP": 0, "V_SCALE_STEP": 0, "ROTATED": rotated,
+        "STAGES": num_stages, "ROTATED": rotated,
+        "K_SCALE_STEP": int(head_scales), "V_SCALE_STEP": int(head_scales),
     }  # fmt: skip
     kernel = hopper_prefill_fp8._hopper_prefill_fp8_kernel
     return _compile(kernel, signature, constants, ("out_ptr",), **OF_FP8)
@@ -256,9 +260,14 @@ def resources(
     window: int = 0,
     softcap: bool = False,
     kv_format: str = "",
+    **more: bool,
 ) -> Resources:
-    """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does."""
-    variant: dict[str, Any] = {"sinks": sinks}
+    """Compile one variant and report what it takes, as ``tilewise.bench.aot.resources`` does.
+
+    ``more`` are options that this kernel may have: ``lse``, ``beside``, ``rotated``,
+    ``head_scales``.
+    """
+    variant: dict[str, Any] = {"sinks": sinks} | more
     if kernel == "hopper_prefill_fp8":
         compiled = compile_prefill_fp8(dtype, page_size, group_size, **variant)
     else:
@@ -271,7 +280,7 @@ def resources(
         variant |= {"window": window, "softcap": softcap}
         compiled = compilers[kernel](dtype, head_dim, page_size, group_size, **variant)
     features = ["sinks"] * sinks + ["softcap"] * softcap + [f"window={window}"] * bool(window)
-    features += [kv_format] * bool(kv_format)
+    features += [kv_format] * bool(kv_format) + [name for name, on in more.items() if on]
     ptx = compiled.asm["ptx"]
     return Resources(
         kernel, 90, head_dim, page_size, group_size, dtype, "+".join(features),

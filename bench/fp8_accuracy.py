@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tilewise.attention import PagedAttention
-from tilewise.bench import report
+from tilewise.bench import options, report
 from tilewise.device import fp8_format
 from tilewise.kernels.cache_write import write_kv_cache
 from tilewise.kernels.hadamard import rotation
@@ -295,16 +295,26 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0; 2 for a wrong command line or no GPU.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu in Triton's interpreter")
-    parser.add_argument("--keys", type=int, default=16384, help="keys of the inputs with outliers")
-    parser.add_argument("--queries", type=int, default=512, help="of each draw")
-    parser.add_argument("--heads", type=int, default=8, help="draws of the inputs with outliers")
-    parser.add_argument("--head-dim", type=int, default=128, help="head size")
-    parser.add_argument("--needle-keys", type=int, default=65536, help="keys a needle is among")
-    parser.add_argument("--draws", type=int, default=100, help="needles; 0 for none")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
-    parser.add_argument("--commit", help="to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result, not tables")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"),
+        help="where our kernels run; cpu needs TRITON_INTERPRET=1 (default: %(default)s)",
+    )  # fmt: skip
+    for name, default, text in (
+        ("keys", 16384, "tokens of the inputs with outliers"),
+        ("queries", 512, "tokens of them, the last ones, that ask"),
+        ("heads", 8, "of the inputs with outliers, each drawn anew"),
+        ("head-dim", 128, "elements of a head"),
+        ("needle-keys", 65536, "tokens that a needle is among"),
+        ("draws", 100, "needles looked for; 0 leaves them out"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N",
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="result file (default: none is written)"
+    )
+    options.add_record(parser, "print the result as JSON, not tables")
     return parser
 
 

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from tilewise.bench import report
+from tilewise.bench import options, report
 
 if TYPE_CHECKING:
     from tilewise.bench.timing import Timer
@@ -51,13 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0; 2 for a wrong command line or no GPU.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=256, help="of the batch (%(default)s)")
     parser.add_argument(
-        "--calls", type=int, default=500, help="of each kind in all, in turns (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("host.json"), help="(%(default)s)")
-    parser.add_argument("--commit", help="to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result, not a table")
+        "--requests", type=int, default=256, metavar="N",
+        help="requests of the batch, a token each (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calls", type=int, default=500, metavar="N",
+        help="timed calls of each kind, in ten turns (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("host.json"), metavar="FILE.json",
+        help="result file (default: %(default)s)",
+    )  # fmt: skip
+    options.add_record(parser)
     return parser
 
 

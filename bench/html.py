@@ -69,13 +69,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0; 2 for a file that cannot be read or is no result.",
     )  # fmt: skip
     parser.add_argument(
-        "result", type=Path, metavar="RESULT.json", help="of `bench kernels` or `bench serve`"
+        "result",
+        type=Path,
+        metavar="RESULT.json",
+        help="result file of `tilewise bench kernels` or `tilewise bench serve`",
     )
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE.html", help="(default: beside RESULT.json)"
+        "-o", "--out", type=Path, metavar="FILE.html", help="the page (default: beside RESULT.json)"
     )
     parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="also write the figures as PNG files"
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="also write the figures there as PNG files (default: none)",
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     parser.add_argument(

@@ -46,7 +46,7 @@ def page(result: Mapping[str, Any]) -> Page:
             f"Speed of tilewise relative to {base} and to the fastest peer of each case.",
         ),
         (
-            "rates", plots.rate_dots(summary, env),
+            "rates", plots.rate_dots(summary, env, HEADINGS),
             "Rates reached; dashed: the ceilings measured on this card in the same run. The copy "
             "reads and writes; a kernel that almost only reads may pass it.",
         ),

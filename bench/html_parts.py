@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 # Keys of a result's environment that say which software ran.
 VERSIONS = ("vllm", "torch", "triton", "flashinfer", "tilewise", "python", "cuda")
-CLOCKS = {"sm_mhz": "SM clock, MHz", "mem_mhz": "memory clock, MHz", "power_w": "power, W"}
+CLOCKS = {"sm_mhz": ("SM clock", "MHz"), "mem_mhz": ("memory clock", "MHz"),
+          "power_w": ("power", "W")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def environment_section(env: Mapping[str, Any]) -> Section:
         facts.append(("copy ceiling", f"{env['copy_tbps']} TB/s, read and written, measured"))
     for when, run in runs.items():
         clocks = run.get("clocks") or {}
-        found = [f"{CLOCKS[k]} {_span(v)}" for k, v in clocks.items() if k in CLOCKS]
+        found = [
+            f"{CLOCKS[k][0]} {_span(v, CLOCKS[k][1])}" for k, v in clocks.items() if k in CLOCKS
+        ]
         text = "; ".join(found) or "not sampled"
         facts.append(("under load" if len(runs) == 1 else f"under load, {when}", text))
     facts += [(name, str(env[name])) for name in VERSIONS if env.get(name)]
@@ -172,6 +175,6 @@ def environment_section(env: Mapping[str, Any]) -> Section:
     return Section("environment", "Environment", facts=facts, commands=commands)
 
 
-def _span(values: Sequence[float]) -> str:
+def _span(values: Sequence[float], unit: str) -> str:
     low, middle, high = values
-    return f"{middle:,.0f} (least {low:,.0f}, most {high:,.0f})"
+    return f"{middle:,.0f} {unit} (least {low:,.0f}, most {high:,.0f})"

@@ -78,8 +78,9 @@ def _cards(summary: dict[str, Any]) -> list[dict[str, str]]:
     cards = []
     for r in summary["ratios"]:
         if r["metric"] == "output_throughput":
-            interval = "" if r["low"] is None else f" [{r['low']:.2f}, {r['high']:.2f}]"
+            interval = "" if r["low"] is None else f" [{r['low']:.3f}, {r['high']:.3f}]"
             pairs = "1 pair of runs" if r["pairs"] == 1 else f"{r['pairs']} pairs of runs"
+            pairs += f", {CONFIDENCE:.0%} interval" if interval else ""
             cards.append(
                 {
                     "value": f"{r['ratio']:.2f}x{interval}",
@@ -148,7 +149,10 @@ def _ratios(summary: dict[str, Any]) -> Section:
         f"{CONFIDENCE:.0%} interval", "pairs",
     ]  # fmt: skip
     figure = plots.ratio_intervals(summary, METRIC_TEXT)
-    caption = f"{summary['ours']} relative to each peer; bars: {CONFIDENCE:.0%} intervals."
+    bars = any(r["low"] is not None for r in summary["ratios"])
+    caption = f"{summary['ours']} relative to each peer; " + (
+        f"bars: {CONFIDENCE:.0%} intervals." if bars else "too few pairs for intervals."
+    )
     return Section(
         "ratios", "Paired ratios", text=RATIO_METHOD, figures=[("ratios", figure, caption)],
         table=Table(heads, rows, left=4),

@@ -14,12 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench import report
+from tilewise.bench import options, report
 from tilewise.bench.cases import CASES, GROUPS, Case, select_cases, shrink
 
 EXIT_OK, EXIT_GATE, EXIT_USAGE, EXIT_DEVICE = 0, 1, 2, 3
 # After this many seconds over its budget a run is taken to hang.
 GRACE_SECONDS = 240.0
+# Names in `tilewise.bench.providers`, which --help must not import.
+PROVIDERS = (
+    "tilewise", "tilewise_p16", "tilewise_p128", "tilewise_hnd", "tilewise_plain",
+    "tilewise_shared", "tilewise_fp8", "tilewise_fp8_plain", "fa3", "fa3_best", "flashinfer",
+    "flashinfer_cascade", "triton_attn", "cudnn",
+)  # fmt: skip
 DEFAULT_PROVIDERS = "tilewise,tilewise_p16,fa3,fa3_best,triton_attn,cudnn"
 
 
@@ -47,34 +53,29 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--cases", nargs="*", default=["all"], metavar="PATTERN",
-        help=f"names, globs or groups ({', '.join(GROUPS)}); a leading - takes out (--cases=-fp8)",
+        help="names of --list, globs (dec_*) or groups "
+        f"({', '.join(GROUPS)}); a leading - takes out (--cases=-fp8) (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--providers", default=DEFAULT_PROVIDERS, metavar="NAMES",
-        help="comma-separated; add flashinfer to compile and measure it (default: %(default)s)",
+        help=f"comma-separated, of {', '.join(PROVIDERS)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--versions", nargs="*", default=[], metavar="NAME=FOLDER",
         help="kernels of other checkouts as well, as NAME and, where the cache is fp8, NAME_fp8; "
-        "speeds in the table are then relative to the first",
+        "speeds in the table are then relative to the first (default: none)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
-    parser.add_argument("--layers", type=int, default=32, help="launches in a graph (%(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=7, help="turns of each provider (%(default)s)"
-    )
-    parser.add_argument(
-        "--burst-ms", type=float, default=40.0, help="length of a turn (%(default)s)"
-    )
-    parser.add_argument(
-        "--budget-seconds", type=float, default=1500.0,
-        help="start no further case after this (default: %(default)s)",
+        "--out", type=Path, metavar="FILE.json",
+        help="result file, with an HTML page and a markdown table beside it (default: none)",
     )  # fmt: skip
+    options.add_layers(parser, 32)
+    options.add_turns(parser, 7, 40.0, "provider")
+    options.add_budget(parser, 1500.0, "start no further case after")
     parser.add_argument("--gate-only", action="store_true", help="check results, time nothing")
     parser.add_argument("--no-ceilings", action="store_true", help="skip matmul and copy rates")
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
+    options.add_record(parser, "print the result as JSON at the end")
     parser.add_argument(
         "--smoke", action="store_true",
         help="shrink every case and run on whatever there is; the times mean nothing",

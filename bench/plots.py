@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # In SVG replaced by the colour of the page's text, so that one figure suits light and dark.
 INK = "#20252c"
@@ -21,7 +21,7 @@ COLOURS = {
     "FLASHINFER": "#2a9d73", "TRITON_ATTN": "#b36bb0",
 }  # fmt: skip
 OTHERS = ("#7f7f7f", "#5f9ea0", "#c0504d", "#4f81bd")
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*<>p"
 WIDTH = 10.0  # inches; the page scales figures to its column
 STYLE = {
     "font.size": 10, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
@@ -65,6 +65,10 @@ def to_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
 
 
+def _thousands(axis: Any) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+
+
 def _grid(axes: Any, axis: str) -> None:
     axes.grid(axis=axis, color=INK, alpha=0.15, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -79,32 +83,48 @@ def ratio_bars(summary: dict[str, Any]) -> Figure | None:
         figure = new_figure(WIDTH, 1.1 + 0.36 * len(lines))
         axes = figure.subplots()
         base = summary["base"].upper()
+        right = 1.12 * max(max(line["to_base"] or 0, line["to_best"] or 0, 1) for line in lines)
         for offset, key, label, shade in (
             (-0.19, "to_base", f"to {base}", colour("tilewise")),
             (0.19, "to_best", "to the best peer of the case", colour("tilewise_p16")),
         ):
             values = [line[key] or 0.0 for line in lines]
             places = [i + offset for i in range(len(lines))]
-            bars = axes.barh(places, values, height=0.36, color=shade, label=label)
-            axes.bar_label(bars, [f"{v:.2f}" if v else "" for v in values], padding=3, fontsize=8)
+            axes.barh(places, values, height=0.36, color=shade, label=label)
+            for value, place in zip(values, places, strict=True):
+                if value:
+                    # Right of the line at 1 where it would run through the figure.
+                    x = 1.0 if 1 - 0.042 * right < value < 1 else value
+                    axes.annotate(
+                        f"{value:.2f}", (x, place), xytext=(3, 0), textcoords="offset points",
+                        fontsize=8, va="center",
+                    )  # fmt: skip
         axes.axvline(1.0, color=INK, linewidth=1.2)
         axes.set_yticks(range(len(lines)), [line["case"] for line in lines])
         axes.invert_yaxis()
         axes.set_ylim(len(lines) - 0.4, -0.6)
-        axes.set_xlim(
-            0, 1.12 * max(max(line["to_base"] or 0, line["to_best"] or 0, 1) for line in lines)
-        )
+        axes.set_xlim(0, right)
         axes.set_xlabel("speed of tilewise relative to the peer (right of 1: tilewise is faster)")
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
         _grid(axes, "x")
     return figure
 
 
-def rate_dots(summary: dict[str, Any], env: dict[str, Any]) -> Figure | None:
-    """Return the rates of all providers with the card's ceilings; prefill and decode apart."""
+def rate_dots(summary: dict[str, Any], env: dict[str, Any], names: dict[str, str]) -> Figure | None:
+    """Return the rates of all providers with the card's ceilings; prefill and decode apart.
+
+    Parameters
+    ----------
+    summary : dict
+        Of `summary.kernel_summary`.
+    env : dict
+        With ``matmul_tflops`` and ``copy_tbps``, if they were measured.
+    names : dict[str, str]
+        Text of providers that are called otherwise than their name.
+    """
     panels = []
     for unit, ceiling, what in (
-        ("TFLOP/s", env.get("matmul_tflops"), "matmul"),
+        ("TFLOP/s", env.get("matmul_tflops"), "bf16 matmul"),
         ("TB/s", env.get("copy_tbps"), "copy"),
     ):
         lines = [line for line in summary["lines"] if line["rate_unit"] == unit]
@@ -121,7 +141,7 @@ def rate_dots(summary: dict[str, Any], env: dict[str, Any]) -> Figure | None:
             panels,
             strict=True,
         ):
-            _rate_panel(axes, summary["providers"], *panel)
+            _rate_panel(axes, summary["providers"], names, *panel)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         for axes in figure.axes[1:]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -139,6 +159,7 @@ def _rate(cell: dict[str, Any]) -> float | None:
 def _rate_panel(
     axes: Any,
     providers: Sequence[str],
+    names: dict[str, str],
     unit: str,
     ceiling: float | None,
     what: str,
@@ -149,8 +170,10 @@ def _rate_panel(
         points = [(rate, i) for rate, i in points if rate]
         if points:
             axes.plot(
-                *zip(*points, strict=True), MARKERS[number % len(MARKERS)], label=provider,
-                color=colour(provider, providers), markersize=6, alpha=0.9, linestyle="none",
+                *zip(*points, strict=True), MARKERS[number % len(MARKERS)],
+                label=names.get(provider, provider), color=colour(provider, providers),
+                markersize=6, alpha=0.9, linestyle="none",
+                zorder=3 if provider == "tilewise" else 2,  # nobody's mark lies on ours
             )  # fmt: skip
     if ceiling:
         axes.axvline(ceiling, color=INK, linestyle="--", linewidth=1.2)
@@ -192,7 +215,9 @@ def latency_bars(summary: dict[str, Any], which: str) -> Figure | None:
             axes.set_title(workload, fontsize=10)
         for axes in grid[len(workloads) :]:
             axes.set_visible(False)
-        grid[0].set_ylabel(f"{which.upper()}, ms")
+        for axes in grid[: len(workloads) : columns]:
+            axes.set_ylabel(f"{which.upper()}, ms")
+        figure.set_layout_engine("constrained", hspace=0.08)
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure
@@ -213,6 +238,7 @@ def _latency_panel(
             yerr=errors if any(map(any, errors)) else None, ecolor=INK, capsize=2,
         )  # fmt: skip
     axes.set_xticks(range(len(names)), [name.split("_")[0] for name in names])
+    _thousands(axes.yaxis)
     _grid(axes, "y")
 
 
@@ -237,14 +263,15 @@ def throughput_curves(summary: dict[str, Any]) -> Figure | None:
             ticks = sorted({p[0] for points in curve["lines"].values() for p in points})
             axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
             axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+            _thousands(axes.yaxis)
             axes.set_ylim(bottom=0)
             axes.set_xlabel("requests at a time")
             axes.set_title(curve["title"], fontsize=10)
             _grid(axes, "both")
         for axes in grid[len(curves) :]:
             axes.set_visible(False)
-        grid[0].set_ylabel("output tokens/s")
+        for axes in grid[: len(curves) : columns]:
+            axes.set_ylabel("output tokens/s")
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=5)
     return figure
@@ -280,6 +307,13 @@ def ratio_intervals(summary: dict[str, Any], names: dict[str, str]) -> Figure | 
             axes.plot([], [], MARKERS[number % len(MARKERS)] + "-", color=colour(peer, peers),
                       label=f"to {peer}")  # fmt: skip
         axes.axvline(1.0, color=INK, linewidth=1.2)
+        ends = [r[key] for r in ratios for key in ("low", "ratio", "high") if r[key]]
+        if max(ends) > 3 * min(ends):
+            # Or one outlier presses all others together; twice and half are equally far then.
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(base=2))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_yticks(range(len(places)), [f"{w}  {names[m]}" for w, m in places])
         axes.set_ylim(len(places) - 0.4, -0.6)
         axes.set_xlabel(f"{summary['ours']} relative to the peer (right of 1: better)")

@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = page_parser("tilewise bench publish", __doc__, "--readme", Path("README.md"))
     parser.add_argument(
         "--doc", type=Path, default=Path("docs/results.md"), metavar="FILE.md",
-        help="the page with all of it (%(default)s)",
+        help="the page with all tables, rewritten too (default: %(default)s)",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if absent := not_there(args.page, args.doc, args.results):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilewise.bench import options
 from tilewise.bench.cases import CASES, Case
 
 Row = dict[str, Any]
@@ -62,15 +63,14 @@ def result_parser(
     )  # fmt: skip
     parser.add_argument(
         "--from", type=Path, metavar="FILE.json", dest="source",
-        help="measure nothing: show and plot this result file again",
+        help="measure nothing: show and plot this result file again (default: measure)",
     )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the plot goes")
     parser.add_argument(
-        "--rounds", type=int, default=rounds, help="turns of each kernel (%(default)s)"
-    )
-    parser.add_argument("--burst-ms", type=float, default=burst_ms, help="of a turn (%(default)s)")
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        "--plot", type=Path, metavar="FILE.png",
+        help="where the plot goes (default: beside --out or --from)",
+    )  # fmt: skip
+    options.add_turns(parser, rounds, burst_ms)
+    options.add_record(parser)
     return parser
 
 

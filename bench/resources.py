@@ -1,4 +1,4 @@
-"""What every kernel variant takes of a GPU: registers, spills, shared memory, programs an SM.
+"""What every kernel variant takes of a GPU: registers, spills, shared memory, occupancy.
 
 The kernels are compiled for the architecture, which need not be there.
 """
@@ -9,31 +9,35 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tilewise import policy, prefix_rule
+from tilewise import policy
 from tilewise.arch import ACCEPTED, ARCHITECTURES, parse_arch
+from tilewise.bench.variants import (
+    EACH,
+    FEATURES,
+    FORMS,
+    FP8_CACHES,
+    KERNELS,
+    SPECIALISED,
+    LeftOut,
+    Variant,
+    config_of,
+    variants,
+)
 from tilewise.errors import UnsupportedConfig
 
 if TYPE_CHECKING:
     from tilewise.bench.aot import Resources
 
-SCHEMA = 1
-KERNELS = (
-    "prefill", "hopper_prefill", "hopper_prefill_kv8", "hopper_prefill_fp8", "decode",
-    "hopper_decode", "prefix_decode", "plan", "cache_write",
-)  # fmt: skip
+SCHEMA = 2
 DTYPES = ("bf16", "fp16", "fp32")
-FEATURES = ("sinks", "softcap", "alibi", "sqrt")
-# Names as in `vllm serve --kv-cache-dtype`, and their formats.
-_FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 # Architectures from which kernels convert by instruction, as tilewise.device has it with torch.
 FIRST_TO_READ_FP8, FIRST_TO_WRITE_FP8 = 89, 90
-# Kernels that what a layer does to its logits is part of.
-_ATTENTION = ("prefill", "decode", "prefix_decode")
+# Kernels that an fp8 cache is a matter of, the Gluon ones apart.
+_OF_CACHE = ("prefill", "decode", "prefix_decode", "cache_write")
 
 
 @dataclass(frozen=True)
@@ -90,69 +94,6 @@ def occupancy(arch: int, threads: int, registers: int, shared_bytes: int) -> tup
     return fit[limit], limit
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel to compile."""
-
-    kernel: str
-    arch: int
-    dtype: str
-    head_size: int
-    page_size: int
-
-
-def variants(args: argparse.Namespace) -> Iterator[Variant]:
-    """Yield what the command line asks for; a kernel comes once where sizes do not matter to it."""
-    seen = set()
-    for arch, kernel, dtype, head_size, page_size in product(
-        args.arch, args.kernel, args.dtype, args.head_size, args.page_size
-    ):
-        variant = Variant(kernel, arch, dtype, head_size, page_size)
-        takes = {"hopper": _hopper_takes, "prefix": _prefix_takes}.get(kernel.partition("_")[0])
-        if takes is not None and not takes(variant, args):
-            continue
-        if variant not in seen:
-            seen.add(variant)
-            yield variant
-
-
-def _hopper_takes(variant: Variant, args: argparse.Namespace) -> bool:
-    """Whether a Gluon kernel serves such layers."""
-    uncapped = variant.kernel == "hopper_prefill_fp8"
-    if "alibi" in args.features or (uncapped and "softcap" in args.features):
-        return False
-    try:
-        geometry = _geometry(variant, args)
-    except UnsupportedConfig:
-        return False
-    device, window = ARCHITECTURES[variant.arch], args.window or 0
-    if variant.kernel == "hopper_decode":
-        return policy.choose(geometry, device, window=window).hopper_decode is not None
-    if variant.kernel == "hopper_prefill_fp8":
-        e4m3 = _FP8_CACHES.get(args.kv_cache_dtype) == "e4m3"
-        return e4m3 and policy.why_not_hopper_fp8(geometry, device, window) is None
-    fp8 = args.kv_cache_dtype in _FP8_CACHES
-    mine = fp8 == (variant.kernel == "hopper_prefill_kv8")
-    return mine and policy.why_not_hopper(geometry, device, window) is None
-
-
-def _prefix_takes(variant: Variant, args: argparse.Namespace) -> bool:
-    """Whether requests of such layers may share pages."""
-    try:
-        config = policy.choose(_geometry(variant, args), ARCHITECTURES[variant.arch])
-    except UnsupportedConfig:
-        return False
-    config = replace(config, window=args.window or 0)
-    return prefix_rule.why_not_share(config, ARCHITECTURES[variant.arch]) is None
-
-
-def _geometry(variant: Variant, args: argparse.Namespace) -> policy.Geometry:
-    size = 4 if variant.dtype == "fp32" else 2
-    kv_size = 1 if args.kv_cache_dtype in _FP8_CACHES else 0
-    q, kv = args.heads
-    return policy.Geometry(q, kv, variant.head_size, variant.page_size, size, kv_size)
-
-
 def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
     """Compile one variant; its row of the report, with ``error`` where it cannot be.
 
@@ -162,44 +103,60 @@ def compile_variant(variant: Variant, args: argparse.Namespace) -> dict[str, Any
     args : argparse.Namespace
         For heads, window and features.
     """
-    row: dict[str, Any] = asdict(variant)
+    row: dict[str, Any] = _described(variant)
     try:
         found = _resources(variant, args)
     except UnsupportedConfig as error:
         return {**row, "error": str(error)}
     programs, limit = occupancy(found.arch, found.threads, found.registers, found.shared_bytes)
+    warps, most = programs * policy.cdiv(found.threads, 32), LIMITS[found.arch].warps
     return {
         **row, "features": found.features, "threads": found.threads,
         "registers": found.registers, "spill_bytes": found.spill_bytes,
         "shared_bytes": found.shared_bytes, "programs_per_sm": programs, "limited_by": limit,
+        "warps_per_sm": warps, "most_warps_per_sm": most,
+        "occupancy_percent": round(100 * warps / most, 1),
         "wgmma": found.wgmma, "tma": found.tma, "unset_registers": list(found.unset),
         "error": None,
     }  # fmt: skip
+
+
+def _described(variant: Variant) -> dict[str, Any]:
+    return asdict(variant) | {"features": "+".join(variant.features)}
 
 
 def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
     from tilewise.bench import aot
 
     v = variant
+    if v.kernel in FORMS:
+        from tilewise.bench import aot_small
+
+        return aot_small.resources(v.kernel, v.features[0], v.arch)
+    assert v.dtype is not None
+    assert v.head_size is not None
+    assert v.page_size is not None
     if v.kernel.startswith("hopper"):
         from tilewise.bench import aot_gluon
 
         group = args.heads[0] // args.heads[1]
-        sinks, softcap = ("sinks" in args.features), ("softcap" in args.features)
+        more = {
+            name: True for name in ("lse", "beside", "rotated", "head_scales") if name in v.features
+        }
         return aot_gluon.resources(
-            v.kernel, v.dtype, v.head_size, v.page_size, group, sinks, args.window, softcap,
-            _FP8_CACHES.get(args.kv_cache_dtype, ""),
+            v.kernel, v.dtype, v.head_size, v.page_size, group, "sinks" in v.features, args.window,
+            "softcap" in v.features, FP8_CACHES.get(args.kv_cache_dtype, ""), **more,
         )  # fmt: skip
+    config, own = config_of(v, args), SPECIALISED[v.kernel]
+    if "invariant" not in own:
+        config = replace(config, pieces=None)
+    if "window" not in own:
+        config = replace(config, window=0)
+    features = list(v.features)
     kv_format = _kv_format(args.kv_cache_dtype, v.arch, v.kernel)
-    # The plain prefill as the policy has it beside the Gluon kernel.
-    config = aot.configured(
-        v.dtype, v.arch, v.head_size, v.page_size, args.heads, args.window,
-        kv_size=1 if kv_format else 0, twin=True,
-    )  # fmt: skip
-    features = list(args.features) if v.kernel in _ATTENTION else []
-    if kv_format and v.kernel != "plan":
+    if kv_format and v.kernel in _OF_CACHE:
         features.append(kv_format)
-    if v.kernel == "prefix_decode":
+    if v.kernel.startswith("prefix_"):
         from tilewise.bench import aot_prefix
 
         return aot_prefix.resources(v.kernel, config, v.dtype, v.arch, features)
@@ -208,7 +165,7 @@ def _resources(variant: Variant, args: argparse.Namespace) -> Resources:
 
 def _kv_format(kv_cache_dtype: str, arch: int, kernel: str) -> str:
     """How a kernel takes such a cache there (``tilewise.device.fp8_format``); "" if not fp8."""
-    name = _FP8_CACHES.get(kv_cache_dtype, "")
+    name = FP8_CACHES.get(kv_cache_dtype, "")
     first = FIRST_TO_WRITE_FP8 if kernel == "cache_write" else FIRST_TO_READ_FP8
     return name if arch >= first or not name else f"{name}_bits"
 
@@ -239,28 +196,51 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     p = argparse.ArgumentParser(
         prog="tilewise bench resources",
-        description="Compile the kernels that the policy would launch, for a GPU that need not be "
-        "there, and say what they take: registers of a thread, bytes spilt, shared memory, and how "
-        "many programs fit on an SM.",
-        epilog="Exit codes: 0; 1 if a variant cannot be compiled; 2 for a wrong command line.",
-    )
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compile the kernels that would be launched, for a GPU that need not be there, "
+        "and say what they take:\nregisters of a thread, bytes spilt, shared memory, and how many "
+        "programs and warps fit on an SM.",
+        epilog="Features:\n"
+        + "\n".join(f"  {name:15}{text}" for name, text in FEATURES.items())
+        + f"\n  {EACH:15}nothing, then every feature by itself (a few minutes)\n\n"
+        "Exit codes: 0; 1 if a variant cannot be compiled; 2 for a wrong command line, or if there "
+        "is no such variant.",
+    )  # fmt: skip
     p.add_argument(
         "--arch", nargs="+", type=_arch, default=[90], metavar="sm_NN",
-        help=f"{ACCEPTED} (sm_90)",
+        help=f"architectures, of {ACCEPTED} (default: sm_90)",
     )  # fmt: skip
-    p.add_argument("--head-size", nargs="+", type=_count, default=[64, 128], help="(64 128)")
-    p.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(all)")
-    p.add_argument("--page-size", nargs="+", type=_count, default=[64], help="tokens (64)")
-    p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
     p.add_argument(
-        "--kv-cache-dtype", choices=("auto", *_FP8_CACHES), default="auto",
-        help="the cache's; auto is the model's (auto)",
+        "--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), metavar="NAME",
+        help=f"of {', '.join(KERNELS)} (default: all)",
     )  # fmt: skip
-    p.add_argument("--heads", type=_heads, default=(32, 8), help="query / KV heads (32/8)")
-    p.add_argument("--window", type=_count, default=0, help="sliding window; 0 for none (0)")
     p.add_argument(
-        "--features", nargs="*", choices=FEATURES, default=[],
-        help="what the layers do to their logits besides (nothing)",
+        "--features", nargs="*", choices=(*FEATURES, EACH), default=[], metavar="NAME",
+        help="what the layers and batches have, all of it at once; see below (default: nothing)",
+    )  # fmt: skip
+    p.add_argument(
+        "--head-size", nargs="+", type=_count, default=[64, 128], metavar="N",
+        help="elements: multiples of 8 from 16 to 256, and 512 (default: 64 128)",
+    )  # fmt: skip
+    p.add_argument(
+        "--page-size", nargs="+", type=_count, default=[64], metavar="N",
+        help="tokens of a page, multiples of 16 (default: 64)",
+    )  # fmt: skip
+    p.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["bf16"],
+        help="of queries and outputs (default: bf16)",
+    )  # fmt: skip
+    p.add_argument(
+        "--kv-cache-dtype", choices=("auto", *FP8_CACHES), default="auto",
+        help="the cache's; auto is the queries' (default: auto)",
+    )  # fmt: skip
+    p.add_argument(
+        "--heads", type=_heads, default=(32, 8), metavar="Q/KV",
+        help="query heads / KV heads, the former a multiple of the latter (default: 32/8)",
+    )  # fmt: skip
+    p.add_argument(
+        "--window", type=_count, default=0, metavar="N",
+        help="keys that a query sees, itself included; 0 for all (default: 0)",
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return p
@@ -272,9 +252,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("tilewise bench resources: unset TRITON_INTERPRET to compile", file=sys.stderr)
         return 2
-    wanted = list(variants(args))
+    if EACH in args.features and len(args.features) > 1:
+        print(f"--features {' '.join(args.features)}; accepted: {EACH} alone", file=sys.stderr)
+        return 2
+    found = list(variants(args))
+    wanted = [one for one in found if isinstance(one, Variant)]
+    left_out = [one for one in found if isinstance(one, LeftOut)]
     if not wanted:
         print("tilewise bench resources: no such variant exists", file=sys.stderr)
+        print(*left_out_lines(left_out), sep="\n", file=sys.stderr)
         return 2
     rows = []
     for number, variant in enumerate(wanted, 1):
@@ -288,15 +274,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         import triton
 
         report = {"schema": SCHEMA, "triton": triton.__version__, "heads": list(args.heads)}
-        print(json.dumps(report | {"variants": rows}, indent=2))
+        without = [_described(one.variant) | {"why": one.why} for one in left_out]
+        print(json.dumps(report | {"variants": rows, "left_out": without}, indent=2))
     else:
         show(rows)
+        print(*left_out_lines(left_out), sep="\n", end="\n" if left_out else "")
     return int(any(row["error"] for row in rows))
+
+
+def left_out_lines(left_out: Iterable[LeftOut]) -> Iterator[str]:
+    """A line for every reason, with the kernels that it holds for; it names what sizes matter."""
+    kernels: dict[tuple[Any, ...], dict[str, None]] = {}
+    for one in left_out:
+        v = one.variant
+        kernels.setdefault((v.arch, v.features, one.why), {})[v.kernel] = None
+    for (arch, features, why), names in kernels.items():
+        asked = f" with {' and '.join(features)}" if features else ""
+        yield f"left out for sm_{arch}: {', '.join(names)}{asked}: {why}"
 
 
 HEAD = (
     "kernel", "arch", "head", "page", "dtype", "features", "threads", "registers", "spilt",
-    "shared", "programs/SM", "limited by",
+    "shared", "programs/SM", "warps/SM", "limited by",
 )  # fmt: skip
 
 
@@ -304,14 +303,19 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print a table; bytes as bytes of a thread (spilt) and KiB of a program (shared)."""
     table = [HEAD]
     for r in rows:
-        sizes = (r["kernel"], f"sm_{r['arch']}", str(r["head_size"]), str(r["page_size"]))
+        sizes = (
+            f"sm_{r['arch']}",
+            *(str(r[n] or "-") for n in ("head_size", "page_size", "dtype")),
+        )
         if r["error"]:
-            table.append((*sizes, r["dtype"], r["error"], *[""] * (len(HEAD) - 6)))
+            table.append((r["kernel"], *sizes, r["error"], *[""] * (len(HEAD) - 6)))
             continue
         taken = (str(r["threads"]), str(r["registers"]), f"{r['spill_bytes']} B")
         shared = f"{r['shared_bytes'] / 1024:.1f} KiB"
-        fit = (str(r["programs_per_sm"]), r["limited_by"])
-        table.append((*sizes, r["dtype"], r["features"] or "-", *taken, shared, *fit))
+        share = f"({r['occupancy_percent']:g} %)"
+        warps = f"{r['warps_per_sm']} of {r['most_warps_per_sm']} {share}"
+        fit = (str(r["programs_per_sm"]), warps, r["limited_by"])
+        table.append((r["kernel"], *sizes, r["features"] or "-", *taken, shared, *fit))
     # Errors run over the columns that they leave empty.
     whole = [row for row in table if row[-1]]
     widths = [max(len(row[i]) for row in whole) for i in range(len(HEAD))]

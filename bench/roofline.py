@@ -86,11 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = report.result_parser("roofline", str(__doc__), codes, "roofline.json", 20.0, 5)
     parser.add_argument(
         "--prefill", default="pf_8x2k", metavar="CASE",
-        help="whole prompts of one length, a name of `bench kernels --list` (%(default)s)",
+        help="whole prompts of one length: a name of `tilewise bench kernels --list` (default: "
+        "%(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--decode", default="dec_b64_8k", metavar="CASE", help="(default: %(default)s)"
-    )
+        "--decode", default="dec_b64_8k", metavar="CASE",
+        help="decodes: a name of the same list (default: %(default)s)",
+    )  # fmt: skip
     return parser
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tilewise.bench import report, workloads
+from tilewise.bench import options, report, workloads
 from tilewise.bench.gpu import GpuMonitor, ceilings_of_own_process
 from tilewise.bench.serve_plan import SETTINGS, ResultFile, Turn, groups_of, turns_of
 from tilewise.bench.serve_run import Job, ServerRun
@@ -41,8 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backends", default=DEFAULT_BACKENDS, metavar="NAMES",
-        help="by commas; BACKEND@VARIABLE=VALUE sets a TILEWISE_ or VLLM_ variable for one of "
-        "them (default: %(default)s)",
+        help="by commas: TILEWISE, CUSTOM or another that `vllm serve --attention-backend` takes, "
+        "in capitals; BACKEND@VARIABLE=VALUE sets a TILEWISE_ or VLLM_ variable for one of them "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--workloads", default=DEFAULT_WORKLOADS, metavar="NAMES",
@@ -50,16 +51,18 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--concurrency", default="", metavar="N,N,...",
-        help="run every workload with each of these many requests at a time instead of its own",
+        help="run every workload with each of these many requests at a time (default: its own)",
     )  # fmt: skip
     parser.add_argument(
-        "--runs", type=int, default=3, help="repeats, each with other prompts (%(default)s)"
-    )
+        "--runs", type=int, default=3, metavar="N",
+        help="repeats, each with other prompts (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--at-once", type=int, default=2, metavar="N",
-        help="servers on the GPU together, sharing its memory and measured in turn (%(default)s)",
+        help="servers on the GPU together, sharing its memory and measured in turn (default: "
+        "%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file (default: none)")
     kept = parser.add_mutually_exclusive_group()
     kept.add_argument(
         "--append", action="store_true", help="add runs to those that the result file has"
@@ -72,29 +75,37 @@ def build_parser() -> argparse.ArgumentParser:
         "--logs", type=Path, metavar="DIR",
         help="logs of servers and clients (default: beside --out, else temporary)",
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (0: any free one)")
-    parser.add_argument("--model", type=Path, help="model folder (default: the Llama 3.1 8B shape)")
     parser.add_argument(
-        "--max-model-len", type=int, default=0, help="(default: what the workloads need)"
-    )
+        "--port", type=int, default=0, metavar="N",
+        help="port on 127.0.0.1, the next servers' follow (default: any free ones)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR",
+        help="model folder (default: the Llama 3.1 8B shape, random weights)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="TOKENS",
+        help="longest prompt and answer of a server (default: what the workloads need)",
+    )  # fmt: skip
     parser.add_argument(
         "--serve-args", default="", metavar="TEXT",
-        help="more arguments for every server, e.g. --serve-args='-cc.cudagraph_mode=FULL'",
+        help="more arguments for every server, e.g. --serve-args='-cc.cudagraph_mode=FULL' "
+        "(default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--start-timeout", type=float, default=420.0, help="seconds (default: %(default)s)"
-    )
+        "--start-timeout", type=float, default=420.0, metavar="S",
+        help="seconds that a server may take to start (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--run-timeout", type=float, default=300.0,
-        help="seconds for one workload (default: %(default)s)",
+        "--run-timeout", type=float, default=300.0, metavar="S",
+        help="seconds that one workload may take (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--no-ceilings", action="store_true", help="skip matmul and copy rates")
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
     parser.add_argument(
         "--dry-run", action="store_true",
         help="print the commands and stop; MODEL and FOLDER stand for what a real run makes",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
+    options.add_record(parser, "print the result as JSON at the end")
     return parser
 
 
@@ -147,13 +158,16 @@ class Session:
         backends = list(dict.fromkeys(name for name in args.backends.split(",") if name))
         if not backends:
             raise ValueError("--backends names none; accepted: names of vLLM's attention backends")
-        for name in backends:
-            workloads.split_backend(name)
+        named = [workloads.split_backend(name)[0] for name in backends]
         if len({bool(workload.prefix_len) for workload in self.chosen}) > 1:
             raise ValueError(
                 f"--workloads {args.workloads}: servers cache prefixes for some of them; accepted: "
                 "workloads with prefixes, or without"
             )
+        # Last, since it imports vLLM.
+        accepted = workloads.accepted_backends()
+        if unknown := [name for name in named if name not in accepted]:
+            raise ValueError(f"--backends {unknown[0]!r}; accepted: {', '.join(accepted)}")
         self.settings = {name: _plain(getattr(args, name)) for name in SETTINGS}
         self.file = ResultFile.open(args.out, keep=args.append or args.resume)
         # Runs that are added are runs of their own, with prompts of their own.
@@ -182,7 +196,7 @@ class Session:
                 backend=backend,
                 runs=[(turn.workload, turn.run) for turn in turns if turn.backend == backend],
                 model=model,
-                port=self.args.port or free_port(),
+                port=self.args.port + number if self.args.port else free_port(),
                 folder=Path("FOLDER") if dry else self.folder,
                 # vLLM refuses prompts of more characters than max_model_len times its longest
                 # token; the tokenizer's words and blanks come close to that, hence a quarter more.
@@ -190,7 +204,7 @@ class Session:
                 extra=[*_memory_share(self.args.at_once), *shlex.split(self.args.serve_args)],
                 group=group,
             )
-            for backend in dict.fromkeys(turn.backend for turn in turns)
+            for number, backend in enumerate(dict.fromkeys(turn.backend for turn in turns))
         }
 
     def print_commands(self, as_json: bool) -> None:

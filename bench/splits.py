@@ -20,7 +20,7 @@ from typing import Any
 
 from tilewise import policy
 from tilewise.arch import ARCHITECTURES
-from tilewise.bench import report
+from tilewise.bench import options, report
 from tilewise.bench.cases import Case, select_cases, shrink
 from tilewise.bench.split_rules import Cut, cut, measured_idle, modelled_idle
 
@@ -43,16 +43,19 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--cases", nargs="*", default=["decode"], metavar="PATTERN",
-        help="names, globs or groups of decode cases, as of `tilewise bench kernels`",
+        help="names of `tilewise bench kernels --list`, globs or groups, decodes of them (default: "
+        "decode)",
     )  # fmt: skip
     parser.add_argument(
         "--fixed", nargs="+", type=int, default=[8], metavar="N",
-        help="fixed numbers of splits (default: 8)",
+        help="numbers of splits to compare as fixed ones (default: 8)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="result file (default: none is written)"
+    )
     parser.add_argument(
         "--from", type=Path, metavar="FILE.json", dest="source",
-        help="measure nothing: show this result file again",
+        help="measure nothing: show this result file again (default: measure)",
     )  # fmt: skip
     parser.add_argument(
         "--model", action="store_true",
@@ -62,15 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--smoke", action="store_true",
         help="shrink every case, check results on whatever there is, and time nothing",
     )  # fmt: skip
-    parser.add_argument("--layers", type=int, default=32, help="launches in a graph (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each rule (%(default)s)")
-    parser.add_argument("--burst-ms", type=float, default=40.0, help="of a turn (%(default)s)")
-    parser.add_argument(
-        "--budget-seconds", type=float, default=900.0,
-        help="end the process some minutes after this (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options.add_layers(parser, 32)
+    options.add_turns(parser, 7, 40.0, "rule")
+    options.add_budget(parser, 900.0, f"end the process {GRACE_SECONDS / 60:.0f} minutes after")
+    options.add_record(parser)
     return parser
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tilewise import tuned
 from tilewise.arch import ARCHITECTURES
-from tilewise.bench import report
+from tilewise.bench import options, report
 from tilewise.bench.cases import shrink
 from tilewise.bench.tune_candidates import Subject, candidates, gain, is_better, subjects
 from tilewise.errors import UnsupportedConfig
@@ -39,32 +39,31 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tilewise tune", description=__doc__, epilog=_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument(
-        "--kernels", nargs="+", default=list(tuned.KERNELS), help="(default: %(default)s)"
-    )
-    default = "(default: %(default)s)"
-    parser.add_argument(
-        "--head-dims", nargs="+", type=int, default=[64, 128, 256], metavar="D", help=default
-    )
-    parser.add_argument(
-        "--page-sizes", nargs="+", type=int, default=[64, 16], metavar="TOKENS", help=default
-    )
-    parser.add_argument(
-        "--kv-dtypes", nargs="+", default=["bf16"], metavar="DTYPE", help=f"of caches {default}"
-    )
+    for name, kind, default, metavar, text in (
+        ("kernels", str, tuned.KERNELS, "NAME", f"of {', '.join(tuned.KERNELS)}"),
+        ("head-dims", int, (64, 128, 256), "D", "elements of a head"),
+        ("page-sizes", int, (64, 16), "TOKENS", "tokens of a page"),
+        ("kv-dtypes", str, ("bf16",), "DTYPE", "of the cache: bf16, fp8_e4m3"),
+    ):
+        parser.add_argument(
+            f"--{name}", nargs="+", type=kind, default=list(default), metavar=metavar,
+            help=f"{text} (default: {' '.join(map(str, default))})",
+        )  # fmt: skip
     parser.add_argument(
         "--table", type=Path, default=tuned.PATH, metavar="FILE.json",
         help="table to change (default: the one of this checkout)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file, all times")
-    parser.add_argument("--finalists", type=int, default=4, help="tiles timed in turns")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (%(default)s)")
-    parser.add_argument("--burst-ms", type=float, default=20.0, help="of a turn (%(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="launches in a graph (%(default)s)")
     parser.add_argument(
-        "--budget-seconds", type=float, default=3600.0,
-        help="begin no kind of layer after this (%(default)s)",
+        "--out", type=Path, metavar="FILE.json",
+        help="result file with all times (default: none is written)",
     )  # fmt: skip
+    parser.add_argument(
+        "--finalists", type=int, default=4, metavar="N",
+        help="tiles timed in turns, beside the rule's (default: %(default)s)",
+    )  # fmt: skip
+    options.add_turns(parser, 5, 20.0, "finalist")
+    options.add_layers(parser, 16)
+    options.add_budget(parser, 3600.0, "begin no further kind of layer after")
     parser.add_argument(
         "--dry-run", action="store_true", help="measure and show, but leave the table alone"
     )
@@ -75,8 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--smoke", action="store_true",
         help="shrink every batch and try two candidates on whatever there is; writes no table",
     )  # fmt: skip
-    parser.add_argument("--commit", help="commit to record, where the checkout has no git folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options.add_record(parser, "print the result as JSON")
     return parser
 
 

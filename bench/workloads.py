@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -192,6 +193,26 @@ def split_backend(name: str) -> tuple[str, dict[str, str]]:
     if wrong := problems(environ):
         raise ValueError(f"{'; '.join(wrong.values())} (in --backends {name})")
     return backend, environ
+
+
+def accepted_backends() -> list[str]:
+    """Return the names that servers of the installed vLLM take, ours first.
+
+    Raises
+    ------
+    ValueError
+        Without a vLLM that can be asked.
+    """
+    try:
+        # It may log, to standard output, which may be for JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    except ImportError as error:
+        raise ValueError(
+            f"tilewise bench serve needs vllm ({error}): pip install 'tilewise[vllm]'"
+        ) from None
+    # Members of the enum only once the plug-in is loaded.
+    return list(dict.fromkeys(("TILEWISE", "CUSTOM", *AttentionBackendEnum.__members__)))
 
 
 def server_command(

@@ -63,24 +63,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a model's folder, its config.json, or its name on the Hugging Face hub",
+        help="a model's folder, its config.json, or its name on the Hugging Face hub (default: "
+        "none, the installation alone)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON (docs/doctor.md)")
     parser.add_argument(
-        "--arch", metavar="sm_NN", help=f"choose tiles for this GPU instead: {ACCEPTED}"
-    )
+        "--arch", metavar="sm_NN",
+        help=f"choose tiles for this architecture, of {ACCEPTED} (default: the GPU's)",
+    )  # fmt: skip
     served = parser.add_argument_group("options of `vllm serve` that change the answer")
-    served.add_argument("--dtype", default="auto", help="the model's dtype (auto)")
-    served.add_argument("--kv-cache-dtype", default="auto", help="the KV cache's dtype (auto)")
-    served.add_argument("--block-size", type=_count, help="tokens of a page")
-    served.add_argument("--tensor-parallel-size", "-tp", type=_count, default=1, help="ranks (1)")
-    served.add_argument("--max-num-seqs", type=_count, default=1024, help="requests (1024)")
     served.add_argument(
-        "--max-num-batched-tokens", type=_count, default=8192, help="tokens of a step (8192)"
+        "--dtype", default="auto", help="the model's dtype (default: auto, as its config.json says)"
     )
     served.add_argument(
-        "--num-speculative-tokens", type=int, default=0, help="draft tokens of a request (0)"
-    )
+        "--kv-cache-dtype", default="auto", metavar="DTYPE",
+        help="the KV cache's: auto, fp8, fp8_e4m3, fp8_e5m2, … (default: auto, the model's)",
+    )  # fmt: skip
+    for names, default, text in (
+        (("--block-size",), None, "tokens of a page (default: what vLLM would take)"),
+        (("--tensor-parallel-size", "-tp"), 1, "GPUs that share each layer (default: 1)"),
+        (("--max-num-seqs",), 1024, "requests of a step, at most (default: 1024)"),
+        (("--max-num-batched-tokens",), 8192, "tokens of a step, at most (default: 8192)"),
+    ):
+        served.add_argument(*names, type=_count, default=default, metavar="N", help=text)
+    served.add_argument(
+        "--num-speculative-tokens", type=int, default=0, metavar="N",
+        help="draft tokens of a request (default: 0)",
+    )  # fmt: skip
     return parser
 
 

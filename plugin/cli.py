@@ -21,12 +21,21 @@ _BENCHES = {
     "kernels": ("tilewise.bench.kernels", "time the kernels beside vLLM's other backends"),
     "host": ("tilewise.bench.host", "time what a call costs on the host"),
     "ladder": ("tilewise.bench.ladder.command", "climb from naive attention to our kernels"),
-    "publish": ("tilewise.bench.publish", "write the tables of README and docs/results.md"),
-    "report": ("tilewise.bench.html", "write an HTML page about a result file"),
-    "resources": ("tilewise.bench.resources", "compile the kernels and say what they take"),
+    "publish": (
+        "tilewise.bench.publish",
+        "write the tables of README and docs/results.md (developers)",
+    ),
+    "report": ("tilewise.bench.html", "write an HTML page about a result of kernels or serve"),
+    "resources": (
+        "tilewise.bench.resources",
+        "compile the kernels and say what they take of an SM; no GPU needed",
+    ),
     "roofline": ("tilewise.bench.roofline", "plot our kernels below the card's measured ceilings"),
     "serve": ("tilewise.bench.serve", "run `vllm bench serve` against a server of each backend"),
-    "targets": ("tilewise.bench.targets", "write the page of targets from the result files"),
+    "targets": (
+        "tilewise.bench.targets",
+        "write the page of targets from the result files (developers)",
+    ),
     "splits": (
         "tilewise.bench.splits",
         "cut decodes in three ways, same kernel: time and idle SMs",

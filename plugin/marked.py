@@ -17,11 +17,11 @@ def page_parser(prog: str, about: str | None, option: str, page: Path) -> argpar
     parser = argparse.ArgumentParser(prog=prog, description=about, epilog=EXIT_CODES)
     parser.add_argument(
         "--results", type=Path, default=Path("bench/results/h200"), metavar="FOLDER",
-        help="the result files (%(default)s)",
+        help="folder of the result files (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         option, dest="page", type=Path, default=page, metavar="FILE.md",
-        help="the page to rewrite (%(default)s)",
+        help="the page to rewrite (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     parser.add_argument(

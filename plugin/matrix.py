@@ -45,7 +45,10 @@ def replace_section(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the README's matrix; with ``--check`` only say whether it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m tilewise.matrix", description=__doc__)
-    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument(
+        "--readme", type=Path, default=Path("README.md"), metavar="FILE.md",
+        help="the page to rewrite (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
     text = args.readme.read_text(encoding="utf-8")

@@ -71,7 +71,10 @@ def replace_section(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the tables; with ``--check`` only say whether they are up to date."""
     parser = argparse.ArgumentParser(prog="python -m tilewise.metrics_page", description=__doc__)
-    parser.add_argument("page", type=Path, nargs="?", default=Path("docs/metrics.md"))
+    parser.add_argument(
+        "page", type=Path, nargs="?", default=Path("docs/metrics.md"),
+        help="the page to rewrite (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
     text = args.page.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ from tilewise.bench import (
 from tilewise.bench.report import write_pages
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results" / "h200"
-VOID_TAGS = {"meta", "link", "br", "img", "input", "hr"}
+VOID_TAGS = {"meta", "link", "br", "img", "input", "hr", "wbr"}
 
 
 def load(name: str) -> dict:
@@ -378,6 +378,46 @@ def test_publishing_several_runs_gives_medians_without_void_runs():
     for row in every["rows"]:
         row["error"] = "x\ny"
     assert publish.serve_section(every).count("void: x |") == 9
+
+
+def test_the_line_at_1_runs_through_no_figure():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    result = load("kernels")
+    figure = plots.ratio_bars(summary.kernel_summary(result))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (axes,) = figure.axes
+    line = axes.transData.transform((1.0, 0.0))[0]
+    boxes = {text.get_text(): text.get_window_extent(canvas.get_renderer()) for text in axes.texts}
+    assert len(boxes) > 10
+    assert any(float(text) < 1 for text in boxes)
+    assert [text for text, box in boxes.items() if box.x0 <= line <= box.x1] == []
+    # Nor does a mark of somebody else lie on ours.
+    rates = plots.rate_dots(summary.kernel_summary(result), result["env"], {"fa3": "theirs"})
+    order = {mark.get_label(): mark.get_zorder() for mark in rates.axes[0].lines}
+    assert order["tilewise"] > order["theirs"]
+
+
+@pytest.mark.parametrize(("name", "scale", "bars"), [("serve", "linear", True),
+                                                     ("serve_prefix", "log", False)])  # fmt: skip
+def test_figures_of_servers(name, scale, bars):
+    """An outlier does not press the others together; every row of panels has its unit."""
+    result = load(name)
+    found = summary.serve_summary(result)
+    (axes,) = plots.ratio_intervals(found, html_serve.METRIC_TEXT).axes
+    assert axes.get_xscale() == scale
+    for which in ("ttft", "tpot"):
+        panels = [a for a in plots.latency_bars(found, which).axes if a.get_visible()]
+        assert len(panels) == len(found["workloads"])
+        assert {a.get_ylabel() for a in panels[::2]} == {f"{which.upper()}, ms"}
+    text = report_html.render(report_html.build_page(result))
+    assert ("bars: 95% intervals" in text) == bars
+    assert ("too few pairs for intervals" in text) == (not bars)
+    assert ("3 pairs of runs, 95% interval" in text) == bars
+    assert re.search(r"SM clock [\d,]+ MHz \(least [\d,]+, most [\d,]+\)", text)
+    # A long name may break, in its table, where a setting begins.
+    assert ("TILEWISE@<wbr>TILEWISE_SHARED_PREFIXES=1" in text) == (name == "serve_prefix")
 
 
 # JavaScript, without double quotes.

@@ -20,6 +20,14 @@ FIGURES = {
     "p50_ttft_ms": 1.0, "p99_ttft_ms": 2.0, "p50_tpot_ms": 3.0, "p99_tpot_ms": 4.0,
 }  # fmt: skip
 SLEEP = "import time; time.sleep(60)"
+BACKENDS = ["TILEWISE", "CUSTOM", "FLASH_ATTN", "TRITON_ATTN", "A", "B"]
+accepted_backends = workloads.accepted_backends
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch):
+    """The stand-ins are backends like others, and nothing here needs vLLM."""
+    monkeypatch.setattr(workloads, "accepted_backends", lambda: BACKENDS)
 
 
 def test_commands_of_servers_and_clients(capsys):
@@ -31,8 +39,10 @@ def test_commands_of_servers_and_clients(capsys):
     assert [re.search(r"--attention-backend (\w+)", s)[1] for s in servers] == [
         "TILEWISE", "FLASH_ATTN"
     ]  # fmt: skip
+    # Both stand at the same time.
+    assert [re.search(r"--port (\d+)", s)[1] for s in servers] == ["8123", "8124"]
     for server in servers:
-        assert "--host 127.0.0.1 --port 8123" in server
+        assert "--host 127.0.0.1" in server
         assert "--no-enable-prefix-caching" in server
         assert "--load-format dummy" in server
         assert "--gpu-memory-utilization 0.45" in server
@@ -97,6 +107,12 @@ def test_each_run_has_other_prompts_and_the_same_for_every_backend(capsys):
         (["--concurrency", "4,x"], "--concurrency 'x'"),
         (["--concurrency", "0"], "positive whole numbers"),
         (["--backends", ","], "--backends names none"),
+        (
+            ["--backends", "A,FLASHATTN@VLLM_X=1"],
+            "--backends 'FLASHATTN'; accepted: TILEWISE, CUSTOM, FLASH_ATTN, ",
+        ),
+        # vLLM would take it, but results are compared by name.
+        (["--backends", "tilewise"], "--backends 'tilewise'; accepted: TILEWISE, CUSTOM, "),
         (["--backends", "A@PATH=/"], "'PATH=/' in --backends A@PATH=/; accepted: TILEWISE_"),
         (
             ["--backends", "A@TILEWISE_FALBACK=error"],
@@ -111,6 +127,29 @@ def test_each_run_has_other_prompts_and_the_same_for_every_backend(capsys):
 def test_usage_errors_name_the_value(arguments, what, capsys):
     assert serve.main(arguments) == serve.EXIT_USAGE
     assert what in capsys.readouterr().err
+
+
+def test_backends_are_named_as_in_vllm(monkeypatch, capsys):
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    monkeypatch.setattr(workloads, "accepted_backends", accepted_backends)
+    accepted = accepted_backends()
+    assert set(accepted) == {"TILEWISE", "CUSTOM", *registry.AttentionBackendEnum.__members__}
+    assert len(accepted) == len(set(accepted))
+    # A dry run starts nothing, but prints no command that could not be started either.
+    assert serve.main(["--dry-run", "--backends", "TILEWISE,FLASH_ATN"]) == serve.EXIT_USAGE
+    answer = capsys.readouterr()
+    assert "--backends 'FLASH_ATN'; accepted: TILEWISE, CUSTOM, FLASH_ATTN, " in answer.err
+    assert answer.out == ""
+    assert serve.main(["--dry-run", "--backends", "TILEWISE,FLASH_ATTN"]) == serve.EXIT_OK
+
+
+def test_without_vllm_that_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(workloads, "accepted_backends", accepted_backends)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    assert serve.main(["--out", str(tmp_path / "serve.json")]) == serve.EXIT_USAGE
+    assert "needs vllm" in (said := capsys.readouterr().err)
+    assert "pip install 'tilewise[vllm]'" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_exits_with_zero(capsys):
@@ -317,7 +356,8 @@ def test_an_interruption_leaves_finished_rows_and_no_process(tmp_path: Path):
     )
     driver = f"""
 import subprocess, sys
-from tilewise.bench import serve, serve_run
+from tilewise.bench import serve, serve_run, workloads
+workloads.accepted_backends = lambda: ["A"]
 client = {slow!r}
 def start(command, log, environ=None):
     code = {SLEEP!r} if "--attention-backend" in command else client

@@ -24,11 +24,14 @@ def test_help_has_what_a_script_needs(words):
     text = " ".join(done.stdout.split())
     assert "--json" in text
     assert re.search(r"Exit codes: 0; (1 .*; )?2 for a ", text), text
-    # An option's help follows its name, on its line or indented on the next.
+    # An option's help follows its name, on its line or indented below.
     shown = done.stdout.partition("options:")[2]
-    options = re.findall(r"^  (-\S.*?)(?:\n {20,}(\S)| {2,}(\S)|$)", shown, re.M)
-    assert options
-    assert [name for name, below, beside in options if not below and not beside] == []
+    options = re.findall(r"^  (-\S+(?: \S+)*)((?: {2,}\S.*)?(?:\n {20,}\S.*)*)", shown, re.M)
+    assert len(options) > 1
+    assert [name for name, said in options if not said.strip()] == []
+    # Of what takes a value, the default too.
+    takes = [(name, said) for name, said in options if re.search(r" (?!-)\S", name)]
+    assert [name for name, said in takes if "(default:" not in " ".join(said.split())] == []
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["write", "check"])
@@ -41,7 +44,9 @@ def test_pages_tell_scripts_what_became_of_them(tmp_path, capsys, check):
     assert (code, page.read_text()) == ((1, "old") if check else (0, "new"))
 
 
+@pytest.mark.vllm
 def test_a_dry_run_of_servers_as_json():
+    pytest.importorskip("vllm")
     done = run(
         "bench", "serve", "--dry-run", "--json", "--backends", "TILEWISE,FLASH_ATTN",
         "--workloads", "s_1k_128_c64", "--runs", "1",

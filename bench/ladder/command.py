@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench import report, roofline
+from tilewise.bench import options, report, roofline
 from tilewise.marked import replace_between, write_or_check
 
 OUT = Path("ladder.json")
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(out=None)  # a smoke run keeps its result only where it is told to
     parser.add_argument(
         "--doc", type=Path, metavar="FILE.md",
-        help="write the measured section of this page (docs/ladder.md)",
+        help="write the measured section of this page, docs/ladder.md (default: none)",
     )  # fmt: skip
     parser.add_argument(
         "--check", action="store_true", help="with --doc: change nothing; exit 1 if it is stale"
@@ -48,12 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--smoke", action="store_true",
         help="small problems on whatever there is: results are checked, nothing is timed",
     )  # fmt: skip
-    parser.add_argument("--no-counters", action="store_true", help="do not start ncu")
-    parser.add_argument("--no-sweep", action="store_true", help="no occupancy against speed")
     parser.add_argument(
-        "--budget-seconds", type=float, default=50.0,
-        help="begin no counters and no part of the sweep after this (default: %(default)s)",
-    )  # fmt: skip
+        "--no-counters", action="store_true", help="do not start Nsight Compute (ncu)"
+    )
+    parser.add_argument("--no-sweep", action="store_true", help="leave out occupancy against speed")
+    options.add_budget(parser, 50.0, "begin no counters and no part of the sweep after")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,18 +88,24 @@ def _roof(axes: Any, env: dict[str, Any], rungs: Sequence[dict[str, Any]]) -> No
 def _sweep(axes: Any, name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draw rate against occupancy, a point for each shape of a kernel."""
     shapes = sorted({(row["rows"], row["warps"]) for row in rows})
+    seen: Counter[float] = Counter()
     for shape, marker in zip(shapes, "vosD^PX*", strict=False):
         alike = [row for row in rows if (row["rows"], row["warps"]) == shape]
         axes.plot(
             [100 * row["occupancy"] for row in alike], [row["rate"] for row in alike],
             marker, linestyle="none", markersize=7,
-            label=f"{shape[1]} warps" + (f", {shape[0]} rows" if shape[0] > 1 else ""),
+            label=f"{shape[1]} warp{'s' * (shape[1] > 1)}"
+            + (f", {shape[0]} rows" if shape[0] > 1 else ""),
         )  # fmt: skip
+        # Shapes of one occupancy lie above each other: right of one, left of the next.
+        side = -1 if seen[alike[0]["occupancy"]] % 2 else 1
+        seen[alike[0]["occupancy"]] += 1
         for row in alike:
             if row["stages"] is not None:
                 axes.annotate(
-                    f"{row['stages']}", (100 * row["occupancy"], row["rate"]), xytext=(5, 3),
-                    textcoords="offset points", fontsize=7,
+                    f"{row['stages']}", (100 * row["occupancy"], row["rate"]),
+                    xytext=(6 * side, 0), textcoords="offset points", fontsize=7, va="center",
+                    ha="left" if side > 0 else "right",
                 )  # fmt: skip
     axes.set_xlim(0, 105)
     axes.set_ylim(0, 1.15 * max(row["rate"] for row in rows))

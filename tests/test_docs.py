@@ -1,14 +1,13 @@
 """The pages under docs/ keep their promises: links, files, options, messages and metrics exist."""
 
-import os
+import argparse
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tilewise import settings
+from tilewise import cli, settings
 from tilewise.counters import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,29 +61,46 @@ def test_metrics_that_are_named_exist(page):
 
 
 def commands(page: Path) -> list[str]:
+    """Commands of ours, out of blocks and out of sentences."""
     blocks = [body for language, body in FENCE.findall(page.read_text()) if language == "bash"]
-    lines = [line.split("#")[0] for body in blocks for line in body.splitlines()]
-    inline = re.findall(r"`(tilewise bench [^`]+)`", prose(page).replace("\n", " "))
-    return [line.strip() for line in (*lines, *inline) if line.strip().startswith("tilewise bench")]
+    lines = [line for body in blocks for line in body.splitlines()]
+    inline = re.findall(r"`([^`]+)`", prose(page).replace("\n", " "))
+    ours = re.compile(r"\s*tilewise (bench|doctor|tune)\b")
+    return [line for line in (*lines, *inline) if ours.match(line)]
 
 
-SUITES = sorted({line.split()[2] for page in DOCS for line in commands(page)})
+class Parsed(Exception):
+    """A command line was understood; nothing was started."""
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_bench_commands_know_their_options(suite):
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewise.cli", "bench", suite, "--help"],
-        env=os.environ | {"PYTHONSAFEPATH": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for page in DOCS:
-        for line in commands(page):
-            if line.split()[2] == suite:
-                given = r"'--serve-args=[^']*'|--serve-args=('[^']*'|\S+)"  # of vLLM's server
-                line = re.sub(given, "--serve-args", line)
-                for option in re.findall(r"--[\w-]+", line):
-                    assert option in done.stdout, line
+COMMANDS = [
+    pytest.param(line, id=f"{page.stem}-{number}")
+    for page in (ROOT / "README.md", *DOCS)
+    for number, line in enumerate(dict.fromkeys(commands(page)))
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_are_understood(line, monkeypatch, capsys):
+    """By the parser that answers them, with all their options and values."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    try:
+        with pytest.raises(Parsed):
+            cli.main(shlex.split(line, comments=True)[1:])
+    except SystemExit:
+        pytest.fail(f"{line}: {capsys.readouterr().err}")
+
+
+def test_a_wrong_command_would_be_noticed(monkeypatch, capsys):
+    for line in ("tilewise bench splits --smoked", "tilewise bench no-such-suite"):
+        with pytest.raises(pytest.fail.Exception, match="invalid choice|unrecognized"):
+            test_commands_are_understood(line, monkeypatch, capsys)
 
 
 def plain(text: str) -> str:

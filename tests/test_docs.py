@@ -99,7 +99,7 @@ def test_commands_are_understood(line, monkeypatch, capsys):
 
 def test_a_wrong_command_would_be_noticed(monkeypatch, capsys):
     for line in ("tilewise bench splits --smoked", "tilewise bench no-such-suite"):
-        with pytest.raises(pytest.fail.Exception, match="invalid choice|unrecognized"):
+        with pytest.raises(pytest.fail.Exception, match=r"invalid choice|unrecognized"):
             test_commands_are_understood(line, monkeypatch, capsys)
 
 

@@ -276,6 +276,7 @@ def build_call(requests: int) -> Callable[[], object]:
         use_v2_model_runner=True,
         scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=8192),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
             max_cudagraph_capture_size=512,

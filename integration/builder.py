@@ -157,6 +157,7 @@ class TilewiseMetadataBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         made = make_attention(
             layer_names, heads, windows, options, encoder=self.is_encoder, cross=self.is_cross,
             ranks=1 if shards is None else shards.count,
+            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         )  # fmt: skip
         self.attn, *self._others = made
         # What `start_up` launches kernels for.

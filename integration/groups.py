@@ -125,6 +125,7 @@ def make_attention(
     encoder: bool,
     cross: bool,
     ranks: int,
+    caches_prefixes: bool,
 ) -> list[PagedAttention]:
     """Make what will serve a group's layers, one object for each of their windows.
 
@@ -144,6 +145,8 @@ def make_attention(
         Whether the layers read their batch's own keys; those of another sequence.
     ranks : int
         By how many the keys are shared.
+    caches_prefixes : bool
+        Whether vLLM's prefix cache is on: without it no two requests have a page in common.
 
     Raises
     ------
@@ -166,7 +169,7 @@ def make_attention(
         )
     if asked.shared_prefixes == "off":
         return made
-    why = _why_not_share(made[0], encoder, cross, ranks)
+    why = _why_not_share(made[0], encoder, cross, ranks, caches_prefixes)
     if why is None:
         sharing = "always" if asked.shared_prefixes == "always" else True
         return [PagedAttention(*heads, shared_prefixes=sharing, **options)]
@@ -174,12 +177,16 @@ def make_attention(
     return made
 
 
-def _why_not_share(attn: PagedAttention, encoder: bool, cross: bool, ranks: int) -> str | None:
+def _why_not_share(
+    attn: PagedAttention, encoder: bool, cross: bool, ranks: int, caches_prefixes: bool
+) -> str | None:
     """Why decodes do not read the pages once that they begin with; None where they may."""
     if encoder:
         return "their keys lie in no cache"
     if cross:
         return "cross attention is not causal"
+    if not caches_prefixes:
+        return "vLLM's prefix cache is off (accepted: on, --enable-prefix-caching)"
     if ranks > 1:
         return f"their keys are shared by {ranks} ranks"
     if attn.rotated_keys:

@@ -21,7 +21,12 @@ def interpreted(device):
         pytest.skip("runs on CPU tensors, in the interpreter")
 
 
-def engine_config(mode: str = "NONE", draft_tokens: int | None = None, max_capture: int = 64):
+def engine_config(
+    mode: str = "NONE",
+    draft_tokens: int | None = None,
+    max_capture: int = 64,
+    caches_prefixes: bool = True,
+):
     """The few settings that the builder reads."""
     from vllm.config import CUDAGraphMode
 
@@ -33,6 +38,7 @@ def engine_config(mode: str = "NONE", draft_tokens: int | None = None, max_captu
         use_v2_model_runner=True,
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode[mode],
             max_cudagraph_capture_size=None if mode == "NONE" else max_capture,
@@ -394,14 +400,18 @@ def test_a_setting_lets_decodes_share_prefixes(switch, shared, monkeypatch):
     assert not builder.build(0, make_batch([1])).plan.shared
 
 
-def test_what_cannot_share_prefixes_is_said(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("invariant", "cached", "why"),
+    [(True, True, "batch-invariant mode"), (False, False, "vLLM's prefix cache is off")],
+)
+def test_what_cannot_share_prefixes_is_said(invariant, cached, why, monkeypatch, caplog):
     import logging
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm.tilewise")
     monkeypatch.setenv("TILEWISE_SHARED_PREFIXES", "1")
-    monkeypatch.setattr("tilewise.integration.builder.envs.VLLM_BATCH_INVARIANT", True)
-    builder = make_builder()
-    assert builder.attn.batch_invariant
+    monkeypatch.setattr("tilewise.integration.builder.envs.VLLM_BATCH_INVARIANT", invariant)
+    builder = make_builder(caches_prefixes=cached)
+    assert builder.attn.batch_invariant is invariant
     assert builder.attn.config.prefixes is None
-    assert "TILEWISE_SHARED_PREFIXES has no effect on 2 layers: batch-invariant mode" in caplog.text
+    assert f"TILEWISE_SHARED_PREFIXES has no effect on 2 layers: {why}" in caplog.text

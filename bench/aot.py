@@ -267,15 +267,17 @@ def compile_decode(
     return _compile_attention("decode", config, dtype, arch, middle, features)
 
 
-def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
+def compile_plan(
+    config: policy.Config, arch: int, max_reqs: int = 1024, spans: bool = False
+) -> Any:
     """Compile the plan kernel of ``config``."""
     names = "header tile_req tile_token cu_tiles cu_work worker_record arrivals"
     names += " query_start_loc seq_lens"
     shared = ("found", "common", "members", "groups", "slots", "shared_header")
     t = config.prefixes
     signature = {f"{n}_ptr": "*i32" for n in names.split()} | {
-        "spans_ptr": "constexpr",
-        "num_spans": "constexpr",
+        "spans_ptr": "*i32" if spans else "constexpr",
+        "num_spans": "i32" if spans else "constexpr",
         **{f"{n}_ptr": "*i32" if t else "constexpr" for n in shared},
         "num_reqs": "i32",
         "max_tiles": "i32",
@@ -292,12 +294,12 @@ def compile_plan(config: policy.Config, arch: int, max_reqs: int = 1024) -> Any:
         "ITEM_OVERHEAD": config.item_overhead, "BLOCK_R": min(max_reqs, 1024), "BLOCK_LIST": 1024,
         "BLOCK_W": policy.next_power_of_2(config.num_workers),
         "SEARCH_STEPS": max_reqs.bit_length(), "WINDOW": config.window,
-        "spans_ptr": None, "num_spans": None,
         "SHARED_BLOCK_M": t.block_m if t else 0,
         "SHARED_PAGE_SIZE": config.geometry.page_size if t else 0,
         "SHARED_MAX_QUERY_LEN": t.max_query_len if t else 0,
     } | _pieces(config)  # fmt: skip
     constants |= {} if t else {f"{n}_ptr": None for n in shared}
+    constants |= {} if spans else {"spans_ptr": None, "num_spans": None}
     return _compile(plan._plan_kernel, signature, constants, [], arch, 8)
 
 
@@ -351,7 +353,7 @@ def resources(
     elif kernel == "decode":
         compiled = compile_decode(config, dtype, arch, features)
     elif kernel == "plan":
-        compiled = compile_plan(config, arch)
+        compiled = compile_plan(config, arch, spans="spans" in features)
     else:
         compiled = compile_cache_write(config, dtype, arch, features)
     return report(compiled, kernel, config, dtype, arch, features)

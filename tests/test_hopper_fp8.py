@@ -4,15 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from aot_quick import gluon_chunks
 from cases import Case, make_attention, make_batch, plan_batch
 from test_fp8_matmul import check_rounded, rounded_rows, run_and_check
 from test_hopper import (
     HOPPER,
     NEIGHBOURS,
-    OLD_TRITON,
     SLOPES,
     check_bits_beside_steered_rows,
-    compiled,
     needs_hopper,
     steer_logits,
 )
@@ -53,19 +52,10 @@ def check_budget(rows, most_spills=2):
             assert loop["PRMT"] <= 16, row
 
 
-def test_variants_compile_with_clean_main_loops(tmp_path):
-    rows = compiled(VARIANTS, tmp_path)
-    assert len(rows) == len(VARIANTS)
-    check_budget(rows)
-
-
-@pytest.mark.slow
-def test_compiles_on_triton_36(tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(VARIANTS[:1], tmp_path, old_triton=True)
-    assert len(rows) == 1
-    check_budget(rows, most_spills=4)
+@pytest.mark.parametrize("old_triton", [False, True])
+@pytest.mark.parametrize("variants", gluon_chunks(VARIANTS))
+def test_variants_compile_with_clean_main_loops(variants, old_triton, compiled):
+    check_budget(compiled("gluon", variants, old_triton), most_spills=4 if old_triton else 2)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
         config = policy.batch_invariant(config)
     features = [f for f in features if f != "twin" and not f.startswith(("window=", "heads="))]
     module = aot_prefix if kernel in aot_prefix.KERNELS else aot
-    return asdict(module.resources(kernel, config, dtype, arch, features))
+    return asdict(module.resources(kernel, config, dtype, arch, features)) | {"twin": twin}
 
 
 def shared_rows(block_m):

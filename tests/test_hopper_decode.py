@@ -21,6 +21,7 @@ VARIANTS = [
 def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert row["spill_bytes"] <= 64, row
         assert row["wgmma"] >= 8, row
         assert row["tma"] >= 6, row

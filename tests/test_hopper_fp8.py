@@ -31,6 +31,7 @@ def check_budget(rows, most_spills=2):
     """``most_spills``: loads and stores in the loop at the diagonal, which has few rounds."""
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert not row["unset"], row
         # As in the kernel for 16 bits, spills may stand outside the main loops only.
         assert row["spill_bytes"] <= 2400, row

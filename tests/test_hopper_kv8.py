@@ -38,6 +38,7 @@ VARIANTS = [
 def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert not row["unset"], row
         # Eight registers a thread fewer than without the widening warps: some values wait outside.
         assert row["spill_bytes"] <= 2400, row

@@ -300,7 +300,7 @@ def report(kernel: str = "prefill", **variant: Any) -> dict[str, Any]:
     registers, spill_bytes = measure(compiled, 90)
     ptx, code = compiled.asm["ptx"], sass.of(compiled)
     return variant | {
-        "registers": registers, "spill_bytes": spill_bytes,
+        "threads": threads(compiled), "registers": registers, "spill_bytes": spill_bytes,
         "shared_bytes": compiled.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg"),
         # What ptxas made of both: copies to shared memory, products of 16 and of 8 bits.

@@ -2,21 +2,25 @@
 
 ``JOB`` is a file with a JSON list: for ``plain``, ``[kernel, dtype, arch, head_dim, page_size,
 feature, ...]`` each; for ``gluon``, arguments of ``aot_gluon.report`` each; for ``ladder``,
-``[module.kernel, arch, constants, warps]`` each. One JSON line a variant.
+``[module.kernel, arch, constants, warps]`` each; for ``command``, words of a command line each; for
+``shared_rows``, ``[rows]`` each. One JSON line a variant.
 """
 
 import importlib
 import json
 import os
+import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 
 def plain(kernel, dtype, arch, head_dim, page_size, *features):
     from tilewise import policy
-    from tilewise.bench import aot
+    from tilewise.bench import aot, aot_prefix, aot_small
 
+    if kernel in aot_small.KERNELS:
+        return asdict(aot_small.resources(kernel, *features, arch))
     windows = [int(f.partition("=")[2]) for f in features if f.startswith("window=")]
     heads = [f.partition("=")[2] for f in features if f.startswith("heads=")]
     q, _, kv = (heads or ["32/8"])[0].partition("/")
@@ -28,14 +32,32 @@ def plain(kernel, dtype, arch, head_dim, page_size, *features):
     if "invariant" in features:
         config = policy.batch_invariant(config)
     features = [f for f in features if f != "twin" and not f.startswith(("window=", "heads="))]
-    if kernel.startswith("prefix_"):
-        from tilewise.bench import aot_prefix
-
-        return asdict(aot_prefix.resources(kernel, config, dtype, arch, features))
-    return asdict(aot.resources(kernel, config, dtype, arch, features))
+    module = aot_prefix if kernel in aot_prefix.KERNELS else aot
+    return asdict(module.resources(kernel, config, dtype, arch, features)) | {"twin": twin}
 
 
-def gluon(variant):
+def shared_rows(block_m):
+    """The decode of requests that share pages of fp8, of so many rows; None: the policy's."""
+    from tilewise import policy
+    from tilewise.bench import aot, aot_prefix
+
+    config = policy.choose(policy.Geometry(8, 2, 64, 64, 2, 1), aot.DEVICES[90], plain=True)
+    config = aot_prefix.configured(config, 90)
+    tiles = replace(config.prefixes, block_m=block_m or config.prefixes.block_m)
+    config = replace(config, prefixes=tiles)
+    compiled = aot_prefix.compile_prefix_decode(config, "fp16", 90, ["e5m2"])
+    return asdict(aot.report(compiled, "prefix_decode", config, "fp16", 90, ["e5m2"]))
+
+
+def command(*words):
+    """``tilewise bench resources`` as it is run, and what it says."""
+    line = [sys.executable, "-m", "tilewise.cli", "bench", "resources", *words]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return {"returncode": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+
+
+def gluon(**variant):
+    """Compile a Gluon kernel for sm_90."""
     from tilewise.bench import aot_gluon
 
     return aot_gluon.report(**variant)
@@ -70,7 +92,8 @@ def ladder(name, arch, constants, warps):
 def main(kind, path):
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter cannot compile"
     for variant in json.loads(Path(path).read_text()):
-        row = gluon(variant) if kind == "gluon" else globals()[kind](*variant)
+        compiles = globals()[kind]
+        row = compiles(**variant) if isinstance(variant, dict) else compiles(*variant)
         print(json.dumps(row), flush=True)
 
 

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import aot_cache
+import aot_quick
 import pytest
 import torch
 
@@ -96,6 +98,26 @@ def _note_failure(report: pytest.TestReport | pytest.CollectReport, when: str) -
 def device() -> torch.device:
     """Where kernels run: the GPU, or CPU tensors for the interpreter."""
     return torch.device("cuda" if HAS_GPU and not INTERPRETED else "cpu")
+
+
+@pytest.fixture
+def compiled(request, pytestconfig, tmp_path):
+    """``compiled(kind, variants, old_triton=False)``: what kernels take, compiled for no GPU.
+
+    A test that is not slow asks for variants of ``aot_quick.py`` only, which are counted.
+    """
+    slow = request.node.get_closest_marker("slow") is not None
+    folder = pytestconfig.cache.mkdir("tilewise-aot")  # git ignores it
+
+    def rows(kind: str, variants: list, old_triton: bool = False) -> list[dict]:
+        if old_triton and not aot_cache.OLD_TRITON.is_dir():
+            pytest.skip("Triton 3.6 is not set up: the environment has no triton36")
+        counted = aot_quick.VARIANTS.get((kind, old_triton), [])
+        extra = [] if slow else [variant for variant in variants if variant not in counted]
+        assert not extra, f"count them in aot_quick.py or mark the test slow: {extra}"
+        return aot_cache.rows(kind, variants, old_triton, folder, tmp_path)
+
+    return rows
 
 
 @pytest.fixture(autouse=True)

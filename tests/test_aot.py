@@ -1,72 +1,74 @@
 """Every kernel variant compiles for sm_80, sm_89, sm_90 and sm_100, within its budget.
 
-No GPU is needed.  Compilation runs in a process of its own, since the interpreter's switch must be
-off there, and its results are kept in pytest's cache by a digest of the sources and of Triton's
-version.
+No GPU is needed; ``aot_cache.py`` says how, and ``aot_quick.py`` what is compiled in every run.
 """
 
-import hashlib
-import json
-import os
-import subprocess
-import sys
+import re
 from itertools import groupby
 from pathlib import Path
 
+import aot_quick
 import pytest
+from aot_quick import ATTENTION
+
+from tilewise.geometry import next_power_of_2
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-OLD_TRITON = Path(sys.prefix) / "triton36"
 
-# Registers are bounded by the hardware (255); what may grow unseen is spilling and memory.
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+REGISTERS = 65536  # of an SM
 # Programs that must fit on one SM together, by the registers and shared memory they take.
 DECODE_PROGRAMS = {80: 2, 89: 1, 90: 2, 100: 2}
-ATTENTION = ("prefill", "decode")
-QUICK = [
-    *((k, "bf16", arch, d, 64) for k in ATTENTION for arch in (80, 90) for d in (64, 128, 256)),
-    *((k, "bf16", 100, d, 64) for k in ATTENTION for d in (64, 128)),
-    *((k, "bf16", arch, 128, 16) for k in ATTENTION for arch in (80, 90)),
-    *((k, t, arch, d, 64) for k in ATTENTION
-      for t, arch, d in (("bf16", 90, 512), ("fp32", 90, 64), ("bf16", 89, 128))),
-    ("decode", "fp16", 90, 128, 64),
-    ("prefill", "fp16", 90, 128, 64, "twin"),
-    *((k, "bf16", arch, 128, 64) for k in ("plan", "cache_write") for arch in (80, 90)),
-    # What models combine: gpt-oss, Gemma (with images among text); and everything at once.
-    ("prefill", "bf16", 90, 64, 64, "window=128", "sinks"),
-    ("decode", "bf16", 90, 64, 64, "window=128", "sinks"),
-    ("prefill", "bf16", 90, 256, 64, "window=4096", "softcap", "spans"),
-    ("decode", "bf16", 80, 128, 16, "window=300", "sinks", "softcap", "alibi", "sqrt", "fp8_out"),
-    # fp8 caches, by instruction and by arithmetic.
-    *((k, "bf16", 90, 128, 64, "e4m3") for k in ATTENTION),
-    ("decode", "bf16", 90, 128, 16, "e4m3"),
-    *((k, "bf16", 80, 128, 64, "e4m3_bits") for k in (*ATTENTION, "cache_write")),
-    # Masks of the plan/run interface.
-    ("decode", "bf16", 90, 128, 64, "tree"),
-    ("prefill", "bf16", 80, 128, 64, "blocks", "starts"),
-    # Of pages that requests share.
-    *(("prefix_decode", "bf16", 90, d, 64) for d in (64, 128)),
-    *((k, "bf16", 90, 128, 64) for k in ("prefix_keys", "prefix_groups", "prefix_plan")),
-    *(("prefill", "bf16", 90, d, 64, "e4m3", "fp8_dot") for d in (64, 128)),
-    ("decode", "bf16", 90, 128, 64, "e4m3", "rotated"),
+# Of plain layers with pages of whole tiles, by the head size that tiles are padded to: how many
+# programs an SM's registers must hold, which `plugin/tiles.py` chooses warps for, and how many
+# registers a thread may take. 255 is all that there are: what they cannot hold spills, and
+# `spill_budget` bounds that.
+PREFILL = {
+    80: {64: (2, 255), 128: (1, 255), 256: (1, 255), 512: (1, 248)},
+    89: {64: (2, 255), 128: (1, 255), 256: (1, 255), 512: (1, 248)},
+    90: {64: (2, 128), 128: (2, 192), 256: (1, 255), 512: (1, 208)},
+    100: {64: (1, 168), 128: (2, 208), 256: (1, 255), 512: (1, 232)},
+}
+# Kernels that no head size, or hardly any, matters to, in all their forms.
+SMALL = [
+    (k, "bf16", arch, 128, 64, *form)
+    for arch in (80, 90, 100)
+    for k, *form in (
+        ("plan",), ("plan", "spans"), ("plan", "window=128"), ("plan", "invariant"),
+        ("cache_write",), ("prefix_keys",), ("prefix_groups",), ("prefix_plan",),
+        ("mask_starts", "bytes"), ("mask_starts", "bits"), ("mask_starts", "blocks"),
+        ("tree_words", "parents"), ("tree_words", "visible"),
+        ("shard_lengths", "context"), ("shard_lengths", "new"),
+    )
 ]  # fmt: skip
-OLD = [(k, "bf16", arch, 128, 64) for k in ATTENTION for arch in (80, 90)]
-OLD += [(k, "bf16", 90, 128, 64, "e4m3") for k in ("decode", "cache_write")]
-OLD += [("prefix_decode", "bf16", 90, 128, 64)]
-OLD += [("prefill", "bf16", 90, 128, 64, "e4m3", "fp8_dot", "rotated")]
-OLD_SLOW = [
-    (k, "bf16", arch, 128, 64, "invariant") for k in ("decode", "plan") for arch in (80, 90)
-]
-OLD_SLOW += [
-    (k, "bf16", arch, 128, 64, *mask)
-    for arch in (80, 90)
-    for k, *mask in (("decode", "tree"), ("prefill", "bits"), ("decode", "blocks", "starts"))
-]
-assert len(QUICK) + len(OLD) <= 60, "keep `make test` quick; more variants belong into FULL"
+SMALL += [("cache_write", "bf16", 80, 128, 64, "e4m3_bits")]
+SMALL += [("cache_write", "bf16", arch, 128, 64, "e4m3", "rotated") for arch in (90, 100)]
+# Formats of fp8 caches, by arithmetic or by instruction.
+FP8 = ((80, "e4m3_bits"), (90, "e4m3"), (100, "e4m3"))
+OLD_FULL = [
+    *SMALL,
+    *((k, "bf16", arch, d, 64)
+      for k in ATTENTION for arch in (80, 90, 100) for d in (64, 128, 256, 512)),
+    *(("prefix_decode", "bf16", arch, d, 64) for arch in (80, 90, 100) for d in (64, 128, 256)),
+    *((k, "bf16", arch, 128, 64, f) for k in (*ATTENTION, "prefix_decode") for arch, f in FP8),
+    *((k, "bf16", arch, d, page, *features)
+      for arch in (80, 90, 100)
+      for k, d, page, *features in (
+          ("prefill", 128, 16), ("decode", 128, 16),
+          ("prefill", 64, 64, "window=128", "sinks"), ("decode", 64, 64, "window=128", "sinks"),
+          ("prefill", 256, 64, "window=4096", "softcap", "spans"),
+          ("decode", 128, 16, "window=300", "sinks", "softcap", "alibi", "sqrt", "fp8_out"),
+          ("decode", 128, 64, "tree"), ("decode", 128, 64, "invariant"),
+          ("decode", 128, 64, "blocks", "starts"), ("prefill", 128, 64, "bits"),
+      )),
+    ("prefill", "bf16", 90, 128, 64, "e4m3", "fp8_dot", "rotated"),
+]  # fmt: skip
 FULL = [
-    *((k, "bf16", 100, 128, 64) for k in ("plan", "cache_write")),
-    ("cache_write", "bf16", 90, 128, 64, "e4m3", "rotated"),
+    *SMALL,
+    *((k, "fp32", 90, 64, 64) for k in ATTENTION),
+    ("prefill", "fp16", 90, 128, 64, "twin"),
+    ("decode", "bf16", 90, 128, 64, "e4m3", "rotated"),
 ]
 FULL += [
     (k, t, arch, d, page)
@@ -168,8 +170,6 @@ FULL += [
     for page in (544, 784)
     for features in ((), COMBINATIONS[-1])
 ]
-FULL += [("plan", "bf16", arch, 128, 64, "window=128") for arch in (80, 90, 100)]
-FULL += [("plan", "bf16", arch, 128, 64, "invariant") for arch in (80, 90, 100)]
 FULL += [
     ("decode", "bf16", arch, d, page, "invariant")
     for arch in (80, 89, 90, 100)
@@ -213,13 +213,19 @@ FULL += [
 ]
 
 
-def _chunk(variant):
+def _chunks(variants):
     """What is compiled in one test: a few minutes' worth."""
-    kernel, _, arch, *_, last = variant
-    return f"{kernel}-sm_{arch}" + ("-features" if isinstance(last, str) else "")
+
+    def name(variant):
+        kernel, _, arch, *_, last = variant
+        if kernel not in (*ATTENTION, "prefix_decode"):
+            return f"small-sm_{arch}"
+        return f"{kernel}-sm_{arch}" + ("-features" if isinstance(last, str) else "")
+
+    return {k: list(v) for k, v in groupby(sorted(variants, key=name), key=name)}
 
 
-FULL_CHUNKS = {k: list(v) for k, v in groupby(sorted(FULL, key=_chunk), key=_chunk)}
+FULL_CHUNKS, OLD_CHUNKS = _chunks(FULL), _chunks(OLD_FULL)
 
 
 def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
@@ -247,55 +253,16 @@ def spill_budget(arch: int, head_dim: int, kernel: str, features: str) -> int:
     return 160 if arch < 90 else 64
 
 
-# What decides which kernels are compiled, beside the kernels.
-POLICY_MODULES = (
-    "arch", "geometry", "pieces", "policy", "prefix_rule", "prefix_tiles", "tiles", "tuned",
-)  # fmt: skip
+def prefill_budget(row) -> tuple[int, int]:
+    """Programs that must share an SM, by their registers, and registers a thread may take."""
+    if row["features"] or row["dtype"] == "fp32" or row["page_size"] not in (64, 128):
+        return 1, 255
+    programs, registers = PREFILL[row["arch"]][max(next_power_of_2(row["head_dim"]), 64)]
+    # The stand-in of a Gluon kernel has as many rows as that one, which has an SM for itself.
+    return 1 if row["twin"] else programs, registers
 
 
-@pytest.fixture
-def cache(pytestconfig):
-    """Where results are kept between runs: a folder that git ignores."""
-    return pytestconfig.cache.mkdir("tilewise-aot")
-
-
-def compile_variants(variants, cache, tmp_path, old_triton=False):
-    """Resources of every variant, from the cache of this source and Triton version if there."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONSAFEPATH"] = "1"
-    if old_triton:
-        # Before what is there: the checkout may be on the path by this variable.
-        paths = [str(OLD_TRITON), env.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    digest = hashlib.sha256(json.dumps([variants, old_triton]).encode())
-    kernels = sorted((ROOT / "kernels").glob("*.py"))
-    sources = [*kernels, *(ROOT / f"plugin/{name}.py" for name in POLICY_MODULES)]
-    sources += [ROOT / f"bench/{name}.py" for name in ("aot", "aot_prefix", "sass")]
-    sources += [ROOT / "plugin/tuned.json", TESTS / "aot_job.py"]
-    for source in sources:
-        digest.update(source.read_bytes())
-    probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
-    version = subprocess.run(probe, env=env, capture_output=True, text=True, check=True).stdout
-    assert version.startswith("3.6.") == old_triton, f"compiling with Triton {version}"
-    digest.update(version.encode())
-    kept = cache / f"{digest.hexdigest()[:24]}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
-    job = tmp_path / "variants.json"
-    job.write_text(json.dumps(variants))
-    command = [sys.executable, str(TESTS / "aot_job.py"), "plain", str(job)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    # Renamed when complete, so that a run that is stopped leaves no half of a file.
-    part = kept.with_suffix(".part")
-    part.write_text(json.dumps(rows))
-    part.replace(kept)
-    return rows
-
-
-def check_budget(rows, variants):
-    assert len(rows) == len(variants)
+def check_budget(rows):
     over = []
     for r in rows:
         budget = spill_budget(r["arch"], r["head_dim"], r["kernel"], r["features"])
@@ -306,42 +273,65 @@ def check_budget(rows, variants):
             over.append(f"shared memory {r['shared_bytes']}: {r}")
         if r["unset"]:
             over.append(f"ptxas left registers unset: {r}")
+        if r["kernel"] == "prefill":
+            programs, registers = prefill_budget(r)
+            if r["registers"] > registers:
+                over.append(f"{r['registers']} > {registers} registers: {r}")
+            if r["registers"] * r["threads"] * programs > REGISTERS:
+                over.append(f"{programs} prefill programs an SM need fewer registers: {r}")
         if r["kernel"].endswith("decode") and r["dtype"] != "fp32":
             programs = DECODE_PROGRAMS[r["arch"]] if r["head_dim"] <= 256 else 1
-            if r["registers"] * r["threads"] * programs > 65536:
+            if r["registers"] * r["threads"] * programs > REGISTERS:
                 over.append(f"{programs} decode programs an SM need fewer registers: {r}")
             if r["shared_bytes"] * programs > SHARED_LIMIT[r["arch"]]:
                 over.append(f"{programs} decode programs an SM need less shared memory: {r}")
     assert not over, "\n".join(over)
 
 
-def test_variants_stay_within_budget(cache, tmp_path):
-    rows = compile_variants(QUICK, cache, tmp_path)
-    check_budget(rows, QUICK)
-    # fp32 has no wgmma, and tiles of heads of 512 have too few rows for it; everything else must
-    # use it, and the copy engine where pages are whole.
+def test_what_every_run_compiles_is_little():
+    assert aot_quick.count() <= aot_quick.MOST, "more variants belong into slow tests"
+
+
+def test_nothing_is_compiled_past_that_count():
+    """Tests compile by the fixture, but for a toy whose compilations are counted."""
+    compiles = re.compile(r'"aot_job\.py"|triton\.compile\(')
+    found = {path.name for path in TESTS.rglob("*.py") if compiles.search(path.read_text())}
+    assert found == {"aot_cache.py", "test_step_metrics.py"}
+
+
+@pytest.mark.parametrize("old_triton", [False, True])
+def test_every_run_compiles_every_kernel(old_triton):
+    launched = set()
+    for source in (ROOT / "kernels").glob("*.py"):
+        launched.update(re.findall(r"= Launcher\(_(\w+)_kernel\)", source.read_text()))
+    names = {"cache_write": "write_kv", "prefix_plan": "plan"}
+    compiled = {names.get(k, k) for k, *_ in aot_quick.VARIANTS["plain", old_triton]}
+    compiled |= {f"hopper_{v['kernel']}" for v in aot_quick.VARIANTS["gluon", old_triton]}
+    assert compiled == launched
+
+
+def test_variants_stay_within_budget(compiled):
+    rows = compiled("plain", aot_quick.PLAIN)
+    check_budget(rows)
+    # Tiles of heads of 512 have too few rows for wgmma; everything else must use it, and the copy
+    # engine where pages are whole.
     hopper = [r for r in rows if (r["arch"], r["kernel"]) == (90, "prefill")]
-    hopper = [r for r in hopper if r["dtype"] != "fp32"]
     assert hopper
     assert all(r["wgmma"] > 0 for r in hopper if r["head_dim"] <= 256)
     assert all((r["tma"] > 0) == (r["page_size"] % 64 == 0) for r in hopper)
 
 
-def test_variants_stay_within_budget_on_triton_36(cache, tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    check_budget(compile_variants(OLD, cache, tmp_path, old_triton=True), OLD)
+def test_variants_stay_within_budget_on_triton_36(compiled):
+    check_budget(compiled("plain", aot_quick.PLAIN_36, old_triton=True))
 
 
 @pytest.mark.slow
-def test_more_variants_stay_within_budget_on_triton_36(cache, tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    check_budget(compile_variants(OLD_SLOW, cache, tmp_path, old_triton=True), OLD_SLOW)
+@pytest.mark.parametrize("chunk", OLD_CHUNKS)
+def test_more_variants_stay_within_budget_on_triton_36(chunk, compiled):
+    check_budget(compiled("plain", OLD_CHUNKS[chunk], old_triton=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", FULL_CHUNKS)
-def test_all_variants_stay_within_budget(chunk, cache, tmp_path):
-    variants = FULL_CHUNKS[chunk]
-    check_budget(compile_variants(variants, cache, tmp_path), variants)
+def test_all_variants_stay_within_budget(chunk, compiled):
+    check_budget(compiled("plain", FULL_CHUNKS[chunk]))

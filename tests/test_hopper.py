@@ -2,70 +2,42 @@
 
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from aot_quick import gluon_chunks
 from cases import Case, check, make_attention, make_batch, plan_batch
 
 from tilewise import counters, policy
 from tilewise.errors import UnsupportedConfig
 
-TESTS = Path(__file__).parent
-OLD_TRITON = Path(sys.prefix) / "triton36"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 VARIANTS = [
-    {"head_dim": 128, "page_size": 64, "group_size": 4},
+    {"kernel": "prefill"},
     {"head_dim": 64, "page_size": 128, "group_size": 8, "lse": True, "sinks": True, "window": 1100},
-    {"head_dim": 128, "page_size": 256, "group_size": 64, "dtype": "fp16"},
-    {"head_dim": 256, "page_size": 64, "group_size": 2},
-    {"head_dim": 128, "page_size": 64, "group_size": 4, "window": 4096},
-    {"head_dim": 128, "page_size": 64, "group_size": 7},
-    {"head_dim": 96, "page_size": 64, "group_size": 3},
-    {"head_dim": 256, "page_size": 64, "group_size": 2, "softcap": True},
-    {"head_dim": 128, "page_size": 64, "group_size": 4, "softcap": True},
+    {"page_size": 256, "group_size": 64, "dtype": "fp16"},
+    {"head_dim": 256, "group_size": 2},
+    {"window": 4096},
+    {"group_size": 7},
+    {"head_dim": 96, "group_size": 3},
+    {"head_dim": 256, "group_size": 2, "softcap": True},
+    {"softcap": True},
 ]
-# Each takes up to ten seconds: a few stand for all in every run.
-OFTEN = [VARIANTS[i] for i in (0, 1, 3, 8)]
-OLD_VARIANTS = [VARIANTS[0], VARIANTS[3]]
 
 
-def some_and_all(often, variants):
-    """Parameters: what is compiled in every run, and the rest in the slow ones."""
-    rest = [variant for variant in variants if variant not in often]
-    return [
-        pytest.param(often, id="often"),
-        pytest.param(rest, id="rest", marks=pytest.mark.slow),
-    ]
-
-
-def compiled(variants, folder, old_triton=False):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONSAFEPATH"] = "1"
-    if old_triton:
-        # Before what is there: the path may be what leads to this checkout.
-        paths = [str(OLD_TRITON), env.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    job = folder / "variants.json"
-    job.write_text(json.dumps(variants))
-    command = [sys.executable, str(TESTS / "aot_job.py"), "gluon", str(job)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def check_budget(rows):
+def check_budget(rows, old_triton):
     for row in rows:
+        head_dim = row.get("head_dim", 128)
+        # Triton 3.6 makes more of a cap at heads of 128: 986 instructions of the loop with masks
+        # (3.8: 798), and in one consumer's loop without them two loads of what was spilt.
+        old_cap = old_triton and head_dim == 128 and row.get("softcap", False)
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert not row["unset"], row
         # Spills are real (the three partitions share 168 registers in the report) but may stand
         # outside the loops only.
-        most = 1200 if row["head_dim"] == 256 else 800
+        most = 1200 if head_dim == 256 else 800
         assert row["spill_bytes"] <= most + 100 * row.get("softcap", False), row
         assert row["wgmma"] >= 32, row
         assert row["tma"] >= 4, row
@@ -73,9 +45,9 @@ def check_budget(rows):
         assert row["setmaxnreg"] > 0, row
         # In each of the two consumers: one loop with masks, one without, where maxima may be
         # found among bits another one that finds them so, and with a window another with masks.
-        by_bits = row["head_dim"] <= 128 and not row.get("softcap")
+        by_bits = head_dim <= 128 and not row.get("softcap")
         loops = [loop for loop in row["loops"] if loop["MUFU.EX2"] > 15]
-        loops = [loop for loop in loops if 250 < loop["instructions"] < 900]
+        loops = [loop for loop in loops if 250 < loop["instructions"] < 900 + 100 * old_cap]
         assert len(loops) == 2 * (2 + by_bits + ("window" in row)), row
         for loop in loops:
             assert loop["LDL"] + loop["STL"] <= 2, row
@@ -85,26 +57,17 @@ def check_budget(rows):
         for loop in loops[: 2 + 2 * by_bits]:
             # A cap is two products more for each of a thread's 64 logits, in two versions.
             assert loop["instructions"] <= (830 if row.get("softcap") else 480), row
-            assert loop["LDL"] == loop["STL"] == loop["PRMT"] == 0, row
+            assert loop["STL"] == loop["PRMT"] == 0, row
+            assert loop["LDL"] <= 2 * old_cap, row
         if by_bits:
             # Most of the maxima's instructions take three numbers each.
             assert loops[1]["instructions"] <= loops[2]["instructions"] - 15, row
 
 
-@pytest.mark.parametrize("variants", some_and_all(OFTEN, VARIANTS))
-def test_variants_compile_with_clean_main_loops(variants, tmp_path):
-    rows = compiled(variants, tmp_path)
-    assert len(rows) == len(variants)
-    check_budget(rows)
-
-
-@pytest.mark.parametrize("variants", some_and_all(OLD_VARIANTS[:1], OLD_VARIANTS))
-def test_compiles_on_triton_36(variants, tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(variants, tmp_path, old_triton=True)
-    assert len(rows) == len(variants)
-    check_budget(rows)
+@pytest.mark.parametrize("old_triton", [False, True])
+@pytest.mark.parametrize("variants", gluon_chunks(VARIANTS))
+def test_variants_compile_with_clean_main_loops(variants, old_triton, compiled):
+    check_budget(compiled("gluon", variants, old_triton), old_triton)
 
 
 MIXED = ((2000, 0), (129, 5000), (64, 8000), (1999, 1), (1, 700), (16, 90))

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from aot_quick import gluon_chunks
 from cases import Case, check, make_attention, make_batch, plan_batch
-from test_hopper import BF16, FP16, HOPPER, LLAMA, OLD_TRITON, compiled, needs_hopper
+from test_hopper import BF16, FP16, HOPPER, LLAMA, needs_hopper
 
 from tilewise import attention, counters, plan_rule, policy
 
@@ -20,6 +21,7 @@ VARIANTS = [
 def check_budget(rows):
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert row["spill_bytes"] <= 64, row
         assert row["wgmma"] >= 8, row
         assert row["tma"] >= 6, row
@@ -30,18 +32,10 @@ def check_budget(rows):
             assert loop["LDL"] == loop["STL"] == 0, row
 
 
-def test_variants_compile_without_spills_in_their_loops(tmp_path):
-    rows = compiled(VARIANTS, tmp_path)
-    assert len(rows) == len(VARIANTS)
-    check_budget(rows)
-
-
-def test_compiles_on_triton_36(tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(VARIANTS[:2], tmp_path, old_triton=True)
-    assert len(rows) == 2
-    check_budget(rows)
+@pytest.mark.parametrize("old_triton", [False, True])
+@pytest.mark.parametrize("variants", gluon_chunks(VARIANTS))
+def test_variants_compile_without_spills_in_their_loops(variants, old_triton, compiled):
+    check_budget(compiled("gluon", variants, old_triton))
 
 
 RAGGED = ((1, 0), (1, 62), (1, 63), (1, 64), (1, 5000), (0, 0), (2, 700), (16, 90), (1, 129))

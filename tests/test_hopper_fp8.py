@@ -4,15 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from aot_quick import gluon_chunks
 from cases import Case, make_attention, make_batch, plan_batch
 from test_fp8_matmul import check_rounded, rounded_rows, run_and_check
 from test_hopper import (
     HOPPER,
     NEIGHBOURS,
-    OLD_TRITON,
     SLOPES,
     check_bits_beside_steered_rows,
-    compiled,
     needs_hopper,
     steer_logits,
 )
@@ -32,6 +31,7 @@ def check_budget(rows, most_spills=2):
     """``most_spills``: loads and stores in the loop at the diagonal, which has few rounds."""
     for row in rows:
         assert row["shared_bytes"] <= 227 * 1024, row
+        assert row["registers"] * row["threads"] <= 65536, row
         assert not row["unset"], row
         # As in the kernel for 16 bits, spills may stand outside the main loops only.
         assert row["spill_bytes"] <= 2400, row
@@ -53,19 +53,10 @@ def check_budget(rows, most_spills=2):
             assert loop["PRMT"] <= 16, row
 
 
-def test_variants_compile_with_clean_main_loops(tmp_path):
-    rows = compiled(VARIANTS, tmp_path)
-    assert len(rows) == len(VARIANTS)
-    check_budget(rows)
-
-
-@pytest.mark.slow
-def test_compiles_on_triton_36(tmp_path):
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    rows = compiled(VARIANTS[:1], tmp_path, old_triton=True)
-    assert len(rows) == 1
-    check_budget(rows, most_spills=4)
+@pytest.mark.parametrize("old_triton", [False, True])
+@pytest.mark.parametrize("variants", gluon_chunks(VARIANTS))
+def test_variants_compile_with_clean_main_loops(variants, old_triton, compiled):
+    check_budget(compiled("gluon", variants, old_triton), most_spills=4 if old_triton else 2)
 
 
 @pytest.mark.parametrize(

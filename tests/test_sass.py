@@ -1,15 +1,8 @@
 """What ``tilewise.bench.sass`` reads in machine code: listings written here, and a real one."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tilewise.bench import sass
-
-OLD_TRITON = Path(sys.prefix) / "triton36"
 
 
 def code(*lines: str) -> list[sass.Instruction]:
@@ -85,32 +78,9 @@ def test_a_routine_writes_for_its_caller():
     assert unset(called[0], "UMOV UR40, UR33", *called[2:]) == ["UR33"]
 
 
-JOB = """
-import dataclasses
-from tilewise import policy
-from tilewise.bench import aot, aot_prefix
-
-config = policy.choose(policy.Geometry(8, 2, 64, 64, 2, 1), aot_prefix.DEVICES[90], plain=True)
-config = aot_prefix.configured(config, 90)
-for rows in (64, config.prefixes.block_m):
-    tiles = dataclasses.replace(config.prefixes, block_m=rows)
-    chosen = dataclasses.replace(config, prefixes=tiles)
-    compiled = aot_prefix.compile_prefix_decode(chosen, "fp16", 90, ["e5m2"])
-    print("unset", len(aot.report(compiled, "prefix_decode", chosen, "fp16", 90, ["e5m2"]).unset))
-"""
-
-
 @pytest.mark.slow
-def test_the_miscompilation_is_found_and_avoided():
+def test_the_miscompilation_is_found_and_avoided(compiled):
     """Shared tiles of 64 rows over an fp8 cache: ptxas 12.8 forgets where the values begin."""
-    if not OLD_TRITON.is_dir():
-        pytest.skip(f"Triton 3.6 is not set up ({OLD_TRITON.name} in the environment)")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OLD_TRITON), env.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-c", JOB], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    wide, chosen = (int(line.split()[1]) for line in done.stdout.splitlines())
-    assert wide > 0
-    assert chosen == 0
+    wide, chosen = compiled("shared_rows", [[64], [None]], old_triton=True)
+    assert wide["unset"]
+    assert not chosen["unset"]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -59,6 +60,32 @@ def test_metrics_that_are_named_exist(page):
     for name in re.findall(r"\btilewise_[a-z_]+", page.read_text()):
         stem = re.sub(r"_(total|bucket|sum|count)$", "", name)
         assert name in names or stem in names or name == "tilewise_", name
+
+
+def test_the_figure_of_the_data_flow_says_what_there_is():
+    """Its files, tensors and metrics exist, all metrics are in it, and it has a background."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    (alt, target), *_ = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", page)
+    assert "CUDA graph" in alt
+    figure = ElementTree.parse(ROOT / "docs" / target).getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    width, height = map(int, figure.attrib["viewBox"].split()[2:])
+    ground = figure.find(f"{svg}rect")
+    assert ground.attrib["fill"] == "#ffffff"
+    assert (int(ground.attrib["width"]), int(ground.attrib["height"])) == (width - 2, height - 2)
+    text = "\n".join("".join(node.itertext()) for node in figure.iter(f"{svg}text"))
+    files = re.findall(r"\w+/\w+\.py", text)
+    assert len(files) >= 6
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    names = {m.name.removeprefix("tilewise_") for m in METRICS.values()}
+    words = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", re.sub(r"\w+/\w+\.py", "", text)))
+    handed = (ROOT / "integration" / "metadata.py").read_text()
+    tensors = {
+        word for word in words - names if re.search(rf"^    {word}: torch.Tensor", handed, re.M)
+    }
+    assert tensors == {"query_start_loc", "seq_lens", "block_table", "slot_mapping"}
+    assert words - tensors <= names
+    assert names <= set(re.findall(r"\w+", text))
 
 
 def commands(page: Path) -> list[str]:

@@ -56,3 +56,12 @@ def test_a_dry_run_of_servers_as_json():
     assert [len(job["clients"]) > 0 for job in jobs] == [True, True]
     assert "--attention-backend TILEWISE" in jobs[0]["server"]
     assert "--attention-backend FLASH_ATTN" in jobs[1]["server"]
+
+
+def test_fp8_accuracy_asks_for_the_interpreter_itself(monkeypatch):
+    """As a new user calls it on a machine without a GPU; the tests' own process has it on."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    sizes = ("--keys", "64", "--queries", "17", "--heads", "1", "--head-dim", "16", "--draws", "0")
+    done = run("bench", "fp8-accuracy", "--device", "cpu", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "per block, rotated" in done.stdout

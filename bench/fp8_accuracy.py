@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tilewise.bench import options, report
+from tilewise.errors import UnsupportedConfig
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -348,17 +349,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = report.describe_environment(["tilewise", "bench", "fp8-accuracy", *argv], args.commit)
     if args.device == "cuda":
         env |= report.describe_gpu()
-    rmse = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
+    try:
+        rmse = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
+        found = {}
+        if args.draws:
+            found = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
+    except UnsupportedConfig as error:
+        print(error, file=sys.stderr)
+        return 2
     rows: list[report.Row] = [
-        {"measure": "rmse", "name": name, "keys": args.keys, "value": error}
-        for name, error in rmse.items()
+        {"measure": "rmse", "name": name, "keys": args.keys, "value": rms}
+        for name, rms in rmse.items()
     ]
-    if args.draws:
-        needles = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
-        rows += [
-            {"measure": "needles found", "name": name, "keys": args.needle_keys, "value": share}
-            for name, share in needles.items()
-        ]
+    rows += [
+        {"measure": "needles found", "name": name, "keys": args.needle_keys, "value": share}
+        for name, share in found.items()
+    ]
     if args.out is not None:
         report.write_result(args.out, env, rows)
     if args.json:

@@ -61,7 +61,11 @@ def test_a_dry_run_of_servers_as_json():
 def test_fp8_accuracy_asks_for_the_interpreter_itself(monkeypatch):
     """As a new user calls it on a machine without a GPU; the tests' own process has it on."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    sizes = ("--keys", "64", "--queries", "17", "--heads", "1", "--head-dim", "16", "--draws", "0")
-    done = run("bench", "fp8-accuracy", "--device", "cpu", *sizes)
+    words = ["bench", "fp8-accuracy", "--device", "cpu", "--keys", "64", "--queries", "17"]
+    words += ["--heads", "1", "--draws", "0", "--head-dim"]
+    done = run(*words, "32")
     assert done.returncode == 0, done.stderr
     assert "per block, rotated" in done.stdout
+    refused = run(*words, "16")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "fp8_matmul with head_dim=16; accepted: 17 to 256\n"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tilewise import cli, marked
+from tilewise import cli, marked, matrix, metrics_page
 
 COMMANDS = [["doctor"], ["tune"], *(["bench", name] for name in cli._BENCHES)]
 
@@ -42,6 +42,14 @@ def test_pages_tell_scripts_what_became_of_them(tmp_path, capsys, check):
     told = json.loads(capsys.readouterr().out)
     assert told == {"page": str(page), "source": "results", "stale": True, "written": not check}
     assert (code, page.read_text()) == ((1, "old") if check else (0, "new"))
+
+
+@pytest.mark.parametrize("page", [matrix, metrics_page], ids=["matrix", "metrics_page"])
+def test_pages_are_looked_for_in_a_checkout(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert page.main([]) == 2
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"\S+\.md is not there; accepted: .*, from the root of a checkout\n", told)
 
 
 @pytest.mark.vllm

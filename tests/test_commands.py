@@ -52,6 +52,13 @@ def test_pages_are_looked_for_in_a_checkout(page, tmp_path, capsys, monkeypatch)
     assert re.fullmatch(r"\S+\.md is not there; accepted: .*, from the root of a checkout\n", told)
 
 
+def test_doctor_where_torch_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_DOCTOR", ("no_such_torch", ""))
+    assert cli.main(["doctor"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("tilewise doctor: no_such_torch is not there; accepted: ")
+
+
 @pytest.mark.vllm
 def test_a_dry_run_of_servers_as_json():
     pytest.importorskip("vllm")

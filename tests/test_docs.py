@@ -210,7 +210,6 @@ def test_make_has_the_targets():
     assert {"demo", "test", "test-gpu", "check"} <= named <= targets
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_has_the_options():
     """`vllm serve` lines parse, and options that are not ours are of vLLM's server."""

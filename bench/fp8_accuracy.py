@@ -13,6 +13,7 @@ Technical Report (2024), for the accumulator.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,17 +22,24 @@ from typing import Any
 
 import torch
 
-from tilewise.attention import PagedAttention
 from tilewise.bench import options, report
-from tilewise.device import fp8_format
-from tilewise.kernels.cache_write import write_kv_cache
-from tilewise.kernels.hadamard import rotation
+from tilewise.errors import UnsupportedConfig
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 PAGE = 64
 K_STEP = 32  # keys that one instruction multiplies and adds
 FRACTION_BITS = 13  # of the accumulator, below its leading bit
+
+
+def rotation(dim: int) -> torch.Tensor:
+    """The rotation as a matrix; like all that holds kernels, its module is imported late.
+
+    Triton looks only once, when a kernel is defined, whether the interpreter is asked for.
+    """
+    from tilewise.kernels import hadamard
+
+    return hadamard.rotation(dim)
 
 
 def outliers(*shape: int, seed: int) -> torch.Tensor:
@@ -101,6 +109,10 @@ def ours(
     Tensor[heads, queries, D]
         In ``q``'s dtype.
     """
+    from tilewise.attention import PagedAttention
+    from tilewise.device import fp8_format
+    from tilewise.kernels.cache_write import write_kv_cache
+
     heads, keys, dim = k.shape
     pages = -(-keys // PAGE)
     rows = [x.transpose(0, 1).to(device=device, dtype=torch.float32) for x in (k, v)]
@@ -297,7 +309,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"),
-        help="where our kernels run; cpu needs TRITON_INTERPRET=1 (default: %(default)s)",
+        help="where our kernels run; cpu: in Triton's interpreter, to be asked for less than the "
+        "defaults (default: %(default)s)",
     )  # fmt: skip
     for name, default, text in (
         ("keys", 16384, "tokens of the inputs with outliers"),
@@ -329,22 +342,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; accepted without: --device cpu", file=sys.stderr)
+        print("no CUDA device; accepted without: --device cpu, with small sizes", file=sys.stderr)
         return 2
+    if args.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     env = report.describe_environment(["tilewise", "bench", "fp8-accuracy", *argv], args.commit)
     if args.device == "cuda":
         env |= report.describe_gpu()
-    rmse = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
+    try:
+        rmse = errors(args.keys, args.queries, args.heads, args.head_dim, args.device)
+        found = {}
+        if args.draws:
+            found = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
+    except UnsupportedConfig as error:
+        print(error, file=sys.stderr)
+        return 2
     rows: list[report.Row] = [
-        {"measure": "rmse", "name": name, "keys": args.keys, "value": error}
-        for name, error in rmse.items()
+        {"measure": "rmse", "name": name, "keys": args.keys, "value": rms}
+        for name, rms in rmse.items()
     ]
-    if args.draws:
-        needles = retrieval(args.draws, args.needle_keys, args.head_dim, args.device)
-        rows += [
-            {"measure": "needles found", "name": name, "keys": args.needle_keys, "value": share}
-            for name, share in needles.items()
-        ]
+    rows += [
+        {"measure": "needles found", "name": name, "keys": args.needle_keys, "value": share}
+        for name, share in found.items()
+    ]
     if args.out is not None:
         report.write_result(args.out, env, rows)
     if args.json:

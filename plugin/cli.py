@@ -88,7 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     args, rest = _parser().parse_known_args(argv)
     if args.command == "doctor":
-        return int(importlib.import_module(_DOCTOR[0]).main(rest))
+        try:
+            doctor = importlib.import_module(_DOCTOR[0])
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith("tilewise"):
+                raise
+            print(
+                f"tilewise doctor: {error.name} is not there; accepted: an environment with vLLM, "
+                "which brings it", file=sys.stderr,
+            )  # fmt: skip
+            return 1
+        return int(doctor.main(rest))
     name = "tune" if args.command == "tune" else f"bench {args.suite}"
     module_name = _TUNE[0] if args.command == "tune" else _BENCHES[args.suite][0]
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise import support
-from tilewise.marked import replace_between, write_or_check
+from tilewise.marked import not_there, replace_between, write_or_check
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
+    if absent := not_there(args.readme):
+        print(absent, file=sys.stderr)
+        return 2
     text = args.readme.read_text(encoding="utf-8")
     new = replace_section(text)
     return write_or_check(args.readme, text, new, "the support table", args.check)

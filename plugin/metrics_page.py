@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise.counters import METRICS, Metric
-from tilewise.marked import replace_between, write_or_check
+from tilewise.marked import not_there, replace_between, write_or_check
 
 BEGIN, END = "<!-- metrics:begin -->", "<!-- metrics:end -->"
 LABELS = {
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args(argv)
+    if absent := not_there(args.page):
+        print(absent, file=sys.stderr)
+        return 2
     text = args.page.read_text(encoding="utf-8")
     new = replace_section(text)
     return write_or_check(args.page, text, new, "the definitions", args.check)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tilewise import cli, marked
+from tilewise import cli, marked, matrix, metrics_page
 
 COMMANDS = [["doctor"], ["tune"], *(["bench", name] for name in cli._BENCHES)]
 
@@ -44,6 +44,21 @@ def test_pages_tell_scripts_what_became_of_them(tmp_path, capsys, check):
     assert (code, page.read_text()) == ((1, "old") if check else (0, "new"))
 
 
+@pytest.mark.parametrize("page", [matrix, metrics_page], ids=["matrix", "metrics_page"])
+def test_pages_are_looked_for_in_a_checkout(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert page.main([]) == 2
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"\S+\.md is not there; accepted: .*, from the root of a checkout\n", told)
+
+
+def test_doctor_where_torch_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_DOCTOR", ("no_such_torch", ""))
+    assert cli.main(["doctor"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("tilewise doctor: no_such_torch is not there; accepted: ")
+
+
 @pytest.mark.vllm
 def test_a_dry_run_of_servers_as_json():
     pytest.importorskip("vllm")
@@ -56,3 +71,16 @@ def test_a_dry_run_of_servers_as_json():
     assert [len(job["clients"]) > 0 for job in jobs] == [True, True]
     assert "--attention-backend TILEWISE" in jobs[0]["server"]
     assert "--attention-backend FLASH_ATTN" in jobs[1]["server"]
+
+
+def test_fp8_accuracy_asks_for_the_interpreter_itself(monkeypatch):
+    """As a new user calls it on a machine without a GPU; the tests' own process has it on."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    words = ["bench", "fp8-accuracy", "--device", "cpu", "--keys", "64", "--queries", "17"]
+    words += ["--heads", "1", "--draws", "0", "--head-dim"]
+    done = run(*words, "32")
+    assert done.returncode == 0, done.stderr
+    assert "per block, rotated" in done.stdout
+    refused = run(*words, "16")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "fp8_matmul with head_dim=16; accepted: 17 to 256\n"

@@ -172,7 +172,9 @@ def test_the_page_gets_its_section(known, tmp_path, capsys):
     line = ["--from", str(source), "--doc", str(page)]
     assert command.main([*line, "--check"]) == 1
     assert "old" in page.read_text()
+    assert not source.with_suffix(".png").exists()
     assert command.main(line) == 0
+    assert source.with_suffix(".png").exists()
     text = page.read_text()
     assert text.startswith("head\n")
     assert text.endswith("\ntail\n")

@@ -192,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tilewise.bench.ladder import tables
 
     print(report.result_text(env, rows) if args.json else tables.terminal(env, rows))
-    report.plot_result(args, lambda: draw(env, rows))
+    if args.source is None or not args.check:
+        report.plot_result(args, lambda: draw(env, rows))
     code = EXIT_OK
     for row in rows:
         if str(row.get("error", "")).startswith("gate"):

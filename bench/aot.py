@@ -184,9 +184,7 @@ def _attention_signature(
         constants |= {"V_PAIRS": pairs}
     else:
         per_thread = tiles.block_m * tiles.block_d // (tiles.num_warps * 32)
-        constants |= {
-            "LAZY": per_thread if tiles.lazy_rescale else 0,
-        }
+        constants["LAZY"] = per_thread if tiles.lazy_rescale else 0
         constants["SPANS_IN_WINDOW"] = "windowed" in features
         constants["FP8_DOT"] = fp8_dot(features)
     constants |= dict.fromkeys(strides, 1) if tiles.use_tma else {}

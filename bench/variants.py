@@ -15,13 +15,13 @@ from itertools import product
 from tilewise import policy, prefix_rule
 from tilewise.arch import ARCHITECTURES
 from tilewise.errors import UnsupportedConfig
+from tilewise.geometry import PAGE_SCALES_STEP
 
 # Names as in `vllm serve --kv-cache-dtype`, and their formats.
 FP8_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 MASKS = ("bytes", "bits", "blocks", "tree")
 _LOGITS = ("sinks", "softcap", "alibi", "sqrt")
 _OF_FP8 = ("rotated", "head_scales", "page_scales")
-PAGE_SCALES_STEP = 64  # as tilewise.checks has it
 # What the command line knows, with what it says of it.
 FEATURES = {
     "sinks": "attention sinks",

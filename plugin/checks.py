@@ -8,10 +8,10 @@ import torch
 
 from tilewise import plan_rule, policy
 from tilewise.errors import PlanMismatch
+from tilewise.geometry import PAGE_SCALES_STEP
 from tilewise.kernels.launch import KvCache
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PAGE_SCALES_STEP = 64  # a page with scales of its own holds whole key tiles of every kernel
 FP8_OUT = torch.float8_e4m3fn  # dtype of quantised outputs
 
 

@@ -13,6 +13,7 @@ DECODE_MAX_QUERY_LEN = 16
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 HEAD_DIM_WIDE = 512  # beside these
 PAGE_SIZE_STEP = 16
+PAGE_SCALES_STEP = 64  # a page with scales of its own holds whole key tiles of every kernel
 PREFERRED_PAGE_SIZE = 64  # what vLLM is asked for: a key tile a page
 HOPPER_ROWS = 128  # of a tile of the Gluon prefill
 MAX_GROUP_SIZE = 128

@@ -171,10 +171,12 @@ PREEMPTED_TOKENS = 24
 PREEMPTED_ROUND = {"prompts": PREEMPTED_PROMPTS, "max_tokens": PREEMPTED_TOKENS}
 
 
+RATIO3 = TinyLlama(num_heads=6, num_kv_heads=2, head_dim=32, hidden_size=96, seed=1)
+
+
 @pytest.fixture(scope="module")
 def ratio3_model(tmp_path_factory) -> Path:
-    shape = TinyLlama(num_heads=6, num_kv_heads=2, head_dim=32, hidden_size=96, seed=1)
-    return shape.write(tmp_path_factory.mktemp("ratio3_model"))
+    return RATIO3.write(tmp_path_factory.mktemp("ratio3_model"))
 
 
 def preemption_engine(**changes: object) -> dict:

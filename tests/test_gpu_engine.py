@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import Agreement, Reference, compare, greedy_reference
-from test_engine import PREEMPTED_ROUND, check_preemption, preemption_engine, run_job
+from test_engine import PREEMPTED_ROUND, RATIO3, check_preemption, preemption_engine, run_job
 from test_model_zoo import GPU_ENGINE
 from tiny_model import TinyLlama
 
@@ -240,19 +240,14 @@ def test_broken_attention_is_noticed(compared, kind):
 # -- preemption -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory) -> Path:
-    shape = TinyLlama(num_heads=6, num_kv_heads=2, head_dim=32, hidden_size=96, seed=1)
-    return shape.write(tmp_path_factory.mktemp("small_model"))
-
-
 @pytest.mark.parametrize(("runner", "mode"), [("v2", "FULL"), ("v1", "FULL_AND_PIECEWISE")])
-def test_preempted_requests_keep_their_tokens_in_graphs(small_model, runner, mode, tmp_path):
+def test_preempted_requests_keep_their_tokens_in_graphs(runner, mode, tmp_path):
     """A cache of 14 pages, and requests that come to need 17; fp32, so tokens are equal."""
+    model = RATIO3.write(tmp_path / "model")
     engine = preemption_engine(enforce_eager=False) | {
         "compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 32]},
     }
-    job = {"model": str(small_model), "engine": engine, "rounds": [PREEMPTED_ROUND]}
+    job = {"model": str(model), "engine": engine, "rounds": [PREEMPTED_ROUND]}
     environ = GPU_ENGINE | {
         "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")), "VLLM_GPU_SYNC_CHECK": "error",
     }  # fmt: skip
@@ -260,4 +255,4 @@ def test_preempted_requests_keep_their_tokens_in_graphs(small_model, runner, mod
     assert result["runner"] == runner
     assert result["cudagraph_mode"].endswith(mode)
     assert result["rounds"][0]["counters"]["graph_steps{mode=full}"] > 0
-    check_preemption(result, small_model)
+    check_preemption(result, model)

@@ -6,6 +6,7 @@ be there before they are imported.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -46,15 +47,12 @@ def run_step(name: str, device: str, work: Path, *arguments: str) -> dict[str, A
     with log.open("wb") as sink:
         step = subprocess.Popen(command, stderr=sink, env=engine_environment(device))
         try:
-            code = step.wait(STEP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(STEP_TIMEOUT_S)
+        finally:
+            # Too slow, or we are interrupted: let it stop what it started before we leave.
             step.terminate()
             code = step.wait()
-        except BaseException:
-            # Interrupted: let the step stop what it started before we leave.
-            step.terminate()
-            step.wait()
-            raise
     if report.exists():
         found = dict(json.loads(report.read_text()))
         found["passed"] = found["passed"] and code == 0
